@@ -66,7 +66,7 @@ class RunConfig(_Frozen):
     train_set: str = "train"
     """Entry of `train_sets`."""
     steps: Annotated[int, Field(ge=0)] = 240
-    """Last step evaluated unless a table asks for others. 0 is the untrained base model. Not part of the training itself: a longer run continues a shorter one."""
+    """Last step, evaluated unless a table asks for others; 0 is the untrained base model. A longer run continues a shorter one."""
     seeds: tuple[int, ...] | None = None
     """Seeds of this run; unset: the study's."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
@@ -92,7 +92,7 @@ class RunConfig(_Frozen):
     format_reward: Annotated[float, Field(ge=0)] = 0.1
     """Reward of the shape <think>...</think>...\\boxed{...}."""
     overlong_buffer_tokens: Annotated[int, Field(ge=0)] = 0
-    """DAPO's soft overlong penalty: length of the zone before max_response_tokens in which the penalty grows from 0; 0 switches it off."""
+    """DAPO's soft overlong penalty: tokens before max_response_tokens in which it grows from 0; 0 switches it off."""
     overlong_penalty: Annotated[float, Field(ge=0)] = 1.0
     """Penalty at the end of the overlong zone."""
     refill_constant_groups: bool = False
@@ -122,7 +122,7 @@ class RunConfig(_Frozen):
     dual_clip: Annotated[float, Field(gt=1)] | None = 3.0
     """Bound on the loss of negative advantages, as a multiple of |A|; null: none."""
     normalizer: Literal["sequence", "token", "constant"] = "sequence"
-    """Aggregation over the global update: mean over rows of token means; mean over tokens; sum over a fixed length (max_response_tokens)."""
+    """Aggregation over the global update: mean over rows of token means; mean over tokens; sum over the fixed max_response_tokens."""
     entropy_coef: Annotated[float, Field(ge=0)] = 0.0
     """Weight of an entropy bonus on response tokens."""
     importance_cap: Annotated[float, Field(gt=0)] | None = None
@@ -260,6 +260,47 @@ def _settings_without_effect(run: RunConfig) -> list[tuple[str, str]]:
     }
     fields = RunConfig.model_fields
     return [(key, why) for key, (idle, why) in off.items() if idle and getattr(run, key) != fields[key].default]
+
+
+class Machine(_Frozen):
+    """How a job runs on this machine: speed, memory and safety. Nothing here is part of a spec or triggers a rerun."""
+
+    zero_stage: Annotated[int, Field(ge=0, le=3)] = 1
+    """DeepSpeed ZeRO stage; numbers agree within float tolerance between stages."""
+    micro_batch_tokens: PositiveInt = 16384
+    """Padded tokens per forward and backward on one rank."""
+    offload_optimizer: bool = False
+    """Keep optimizer states in CPU memory."""
+    offload_parameters: bool = False
+    """Keep parameters in CPU memory (ZeRO 3)."""
+    activation_checkpointing: bool = False
+    """Recompute activations in the backward pass."""
+    generator: Literal["sampler", "vllm"] = "sampler"
+    """Engine of the rollouts: the package's own sampler, or vLLM."""
+    tensor_parallel: PositiveInt = 1
+    """GPUs that share one vLLM engine."""
+    engine_memory: Annotated[float, Field(gt=0, lt=1)] = 0.4
+    """Share of GPU memory given to vLLM beside the trainer."""
+    rollout_rows: PositiveInt = 256
+    """Responses sampled at once by the package's sampler on one rank."""
+    save_every: PositiveInt = 10
+    """Steps between saved training states."""
+    keep_states: PositiveInt = 2
+    """Newest states kept; milestones are kept besides."""
+    keep_milestone_states: bool = True
+    """Keep the training state at milestones, so that a longer run continues from it."""
+    samples_every: Annotated[int, Field(ge=0)] = 10
+    """Steps between sample tables; 0: never."""
+    max_logprob_gap: Annotated[float, Field(gt=0)] = 0.1
+    """Mean absolute log-prob gap between generator and trainer that stops the run: the generator would be stale or wrong."""
+    max_grader_error_share: Fraction = 0.01
+    """Share of grader errors that stops the run."""
+    max_skipped_updates: PositiveInt = 3
+    """Consecutive updates with a non-finite gradient that stop the run."""
+    deterministic: bool = False
+    """Deterministic kernels; slower on GPUs."""
+    grading_workers: Annotated[int, Field(ge=0)] = 1
+    """Worker processes of the grader; 0: as many as cores."""
 
 
 class SyntheticModel(_Frozen):
@@ -503,7 +544,8 @@ def _check_equal_runs(study: Study) -> None:
         key = f"untrained {run.model}" if run.steps == 0 else json.dumps(run_settings(run), sort_keys=True)
         if key in seen:
             raise ValueError(
-                f"runs.{seen[key]} and runs.{name} resolve to the same settings; remove one (for later checkpoints of a run give the table `steps`)"
+                f"runs.{seen[key]} and runs.{name} resolve to the same settings; remove one "
+                "(for later checkpoints of a run give the table `steps`)"
             )
         seen[key] = name
 
