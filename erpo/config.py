@@ -81,8 +81,6 @@ class RunConfig(_Frozen):
     """Optimizer updates per step; each sees queries_per_step / updates_per_step queries with all their responses."""
     temperature: Annotated[float, Field(gt=0)] = 1.0
     """Sampling temperature of rollouts; response log-probs are taken at it on every side (query log-probs always at 1)."""
-    max_query_tokens: PositiveInt = 1024
-    """Longer queries are left out of training and listed in the manifest."""
     max_response_tokens: PositiveInt = 3000
     """Responses are cut here and flagged truncated."""
 
@@ -122,7 +120,7 @@ class RunConfig(_Frozen):
     dual_clip: Annotated[float, Field(gt=1)] | None = 3.0
     """Bound on the loss of negative advantages, as a multiple of |A|; null: none."""
     normalizer: Literal["sequence", "token", "constant"] = "sequence"
-    """Aggregation over the global update: mean over rows of token means; mean over tokens; sum over the fixed max_response_tokens."""
+    """Aggregation over the global update: mean over rows of token means; mean over tokens; sum over max_response_tokens."""
     entropy_coef: Annotated[float, Field(ge=0)] = 0.0
     """Weight of an entropy bonus on response tokens."""
     importance_cap: Annotated[float, Field(gt=0)] | None = None
@@ -461,6 +459,8 @@ class Study(_Frozen):
     """Folder of the data files, relative to the project; the environment variable ERPO_DATA wins."""
     prompt_suffix: str = PROMPT_SUFFIX
     """Appended to every problem."""
+    max_query_tokens: PositiveInt = 1024
+    """Longer queries are left out of training and listed in the manifest."""
     seeds: tuple[int, ...] = (0,)
     """Seeds of every run that names none."""
     save_every: PositiveInt = 10
@@ -699,7 +699,12 @@ def model_spec(study: Study, name: str) -> dict[str, Any]:
 
 def train_set_spec(study: Study, name: str) -> dict[str, Any]:
     """Spec of a training set."""
-    return {"results_version": RESULTS_VERSION, "entry": non_default(study.train_sets[name]), "prompt_suffix": study.prompt_suffix}
+    return {
+        "results_version": RESULTS_VERSION,
+        "entry": non_default(study.train_sets[name]),
+        "prompt_suffix": study.prompt_suffix,
+        "max_query_tokens": study.max_query_tokens,
+    }
 
 
 def benchmark_spec(study: Study, name: str) -> dict[str, Any]:

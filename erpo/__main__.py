@@ -1,0 +1,353 @@
+"""The command line: one verb per workflow rule and a few for people. Arguments are files and settings; no logic lives here."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from erpo import __version__
+
+_BAD_INPUT = 2
+
+
+def _calm_cpu() -> None:
+    """Settings that must be in place before torch is imported; a user's own values win."""
+    on_gpu = os.path.exists("/dev/nvidiactl")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    if not on_gpu:
+        os.environ.setdefault("OMP_NUM_THREADS", "1")  # more threads spin against each other and against other jobs
+        os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+
+# --- verbs of the workflow ---------------------------------------------------------------------------------------------
+
+
+def prepare_model(args: argparse.Namespace) -> None:
+    """Make or fetch a starting checkpoint."""
+    from pydantic import TypeAdapter
+
+    from erpo.config import ModelEntry, SyntheticData
+    from erpo.models import prepare_model as run
+
+    spec = json.loads(args.spec)
+    texts = SyntheticData(**spec["texts"]) if "texts" in spec else None
+    entry = TypeAdapter(ModelEntry).validate_python(spec["entry"])
+    run(entry, texts=texts, prompt_suffix=spec["prompt_suffix"], out=args.out, marker=args.marker, spec=spec)
+
+
+def prepare_queries(args: argparse.Namespace) -> None:
+    """Training problems -> queries with a manifest of every drop."""
+    from erpo.queries import prepare_queries as run
+
+    spec, benchmarks = json.loads(args.spec), {path.stem: path for path in args.benchmarks}
+    run(
+        _data_entry(spec),
+        tokenizer_dir=_policy_folder(args.model),
+        prompt_suffix=spec["prompt_suffix"],
+        max_query_tokens=spec["max_query_tokens"],
+        data_dir=_data_dir(args),
+        benchmarks=benchmarks,
+        out=args.out,
+        manifest=args.manifest,
+    )
+
+
+def prepare_benchmark(args: argparse.Namespace) -> None:
+    """Benchmark problems -> queries; flags oddities, drops nothing."""
+    from erpo.queries import prepare_benchmark as run
+
+    spec = json.loads(args.spec)
+    run(
+        _data_entry(spec),
+        tokenizer_dir=_policy_folder(args.model),
+        prompt_suffix=spec["prompt_suffix"],
+        data_dir=_data_dir(args),
+        out=args.out,
+        manifest=args.manifest,
+    )
+
+
+def cache_reference(args: argparse.Namespace) -> None:
+    """Score every training query once with the reference policy."""
+    from erpo.reference import build_cache
+
+    build_cache(_policy_folder(args.model), args.queries, out=args.out, marker=args.marker, spec=json.loads(args.spec))
+
+
+def train(args: argparse.Namespace) -> None:
+    """Train a run up to a milestone."""
+    from erpo.config import RunConfig
+    from erpo.trainer import train as run
+
+    spec = json.loads(args.spec)
+    run(
+        spec=spec,
+        run=RunConfig(**spec["run"]),
+        machine=_machine(args),
+        name=args.name,
+        seed=args.seed,
+        step=args.step,
+        model_marker=args.model,
+        queries_path=args.queries,
+        reference_marker=args.reference,
+        work=args.work,
+        marker=args.marker,
+        supersede=args.supersede,
+    )
+
+
+def generate(args: argparse.Namespace) -> None:
+    """Sample responses of a checkpoint into the store; only what is missing."""
+    from erpo.evaluation import generate_samples
+
+    spec = json.loads(args.spec)
+    generate_samples(
+        policy_marker=args.policy,
+        benchmarks={path.stem: path for path in args.benchmarks},
+        temperatures=spec["temperatures"],
+        samples=spec["samples"],
+        top_p=spec["top_p"],
+        max_response_tokens=spec["max_response_tokens"],
+        keep_token_ids=spec.get("keep_token_ids", True),
+        seed=args.seed,
+        store=args.store,
+        marker=args.marker,
+        generator=args.generator,
+        batch_rows=args.batch_rows,
+    )
+
+
+def score(args: argparse.Namespace) -> None:
+    """Grade stored samples."""
+    from erpo.evaluation import score_samples
+
+    score_samples(
+        markers=args.markers,
+        benchmarks={path.stem: path for path in args.benchmarks},
+        store=args.store,
+        out=args.out,
+        provenance=json.loads(args.spec),
+    )
+
+
+def table(args: argparse.Namespace) -> None:
+    """Scores -> one table in every format."""
+    from erpo.paper import make_table
+
+    make_table(spec=json.loads(args.spec), scores=args.scores, markers=args.markers, out_stem=args.out_stem)
+
+
+def figure(args: argparse.Namespace) -> None:
+    """Scores and metrics -> one figure in every format."""
+    from erpo.figures import make_figure
+
+    make_figure(spec=json.loads(args.spec), scores=args.scores, markers=args.markers, out_stem=args.out_stem)
+
+
+def report(args: argparse.Namespace) -> None:
+    """Tables and figures -> one self-contained HTML page."""
+    from erpo.report import make_report
+
+    make_report(
+        study_spec=json.loads(args.spec),
+        tables=args.tables,
+        figures=args.figures,
+        markers=args.markers,
+        scores=args.scores,
+        out=args.out,
+    )
+
+
+# --- verbs for people --------------------------------------------------------------------------------------------------
+
+
+def headline(args: argparse.Namespace) -> None:
+    """Print the headline of a finished study and where its artefacts are."""
+    from erpo.paper import headline as run
+
+    print(run(args.table))
+
+
+def schema(args: argparse.Namespace) -> None:
+    """Write or check the generated schema and key reference."""
+    from erpo.schema import main as run
+
+    run(check=args.check)
+
+
+def status(args: argparse.Namespace) -> None:
+    """One line per training run: step, rate, ETA, last save."""
+    from erpo.progress import describe_status
+
+    for line in describe_status(args.results):
+        print(line)
+
+
+def inspect(args: argparse.Namespace) -> None:
+    """Show samples with verdicts and reasons."""
+    from erpo.evaluation import inspect_samples
+
+    filters = {"benchmark": args.benchmark, "temperature": args.temperature, "verdict": args.verdict}
+    for text in inspect_samples(
+        markers=args.markers,
+        benchmarks={path.stem: path for path in args.benchmarks},
+        store=args.store,
+        disagreement=args.disagreement,
+        limit=args.limit,
+        **filters,
+    ):
+        print(text)
+
+
+# --- shared readings of arguments --------------------------------------------------------------------------------------
+
+
+def _policy_folder(marker: Path) -> Path:
+    from erpo.checkpoint import read_json
+
+    return marker.parent / read_json(marker)["policy"]
+
+
+def _data_entry(spec: dict[str, Any]) -> Any:
+    from pydantic import TypeAdapter
+
+    from erpo.config import DataEntry
+
+    return TypeAdapter(DataEntry).validate_python(spec["entry"])
+
+
+def _data_dir(args: argparse.Namespace) -> Path:
+    return Path(os.environ.get("ERPO_DATA") or args.data_dir)
+
+
+def _machine(args: argparse.Namespace) -> Any:
+    from erpo.config import Machine
+
+    given = {key: getattr(args, key) for key in Machine.model_fields if getattr(args, key) is not None}
+    return Machine(**given)
+
+
+def _machine_options(parser: argparse.ArgumentParser) -> None:
+    """One option per Machine setting, values checked by the model itself."""
+    for key, kind in _MACHINE_OPTIONS.items():
+        parser.add_argument(f"--{key.replace('_', '-')}", type=kind, default=None)
+
+
+def _flag(text: str) -> bool:
+    if text.lower() not in ("true", "false"):
+        raise argparse.ArgumentTypeError(f"expected true or false, found {text!r}")
+    return text.lower() == "true"
+
+
+_MACHINE_OPTIONS: dict[str, Callable[[str], Any]] = {
+    "zero_stage": int,
+    "micro_batch_tokens": int,
+    "offload_optimizer": _flag,
+    "offload_parameters": _flag,
+    "activation_checkpointing": _flag,
+    "generator": str,
+    "tensor_parallel": int,
+    "engine_memory": float,
+    "rollout_rows": int,
+    "save_every": int,
+    "keep_states": int,
+    "keep_milestone_states": _flag,
+    "samples_every": int,
+    "max_logprob_gap": float,
+    "max_grader_error_share": float,
+    "max_skipped_updates": int,
+    "deterministic": _flag,
+    "grading_workers": int,
+}
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="erpo", description="Environment-Regularized Policy Optimization.")
+    parser.add_argument("--version", action="version", version=__version__)
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
+
+    def verb(action: Callable[[argparse.Namespace], None], *options: str) -> argparse.ArgumentParser:
+        sub = verbs.add_parser(action.__name__.replace("_", "-"), help=(action.__doc__ or "").splitlines()[0])
+        sub.set_defaults(action=action)
+        sub.add_argument("--log", type=Path, help="file that receives the log")
+        for option in options:
+            many = option.endswith("*")
+            sub.add_argument(f"--{option.rstrip('*')}", type=Path, nargs="*" if many else None, required=not many, default=[])
+        return sub
+
+    for action, options in {
+        prepare_model: ("out", "marker"),
+        prepare_queries: ("model", "benchmarks*", "data-dir", "out", "manifest"),
+        prepare_benchmark: ("model", "data-dir", "out", "manifest"),
+        cache_reference: ("model", "queries", "out", "marker"),
+        train: ("model", "queries", "reference", "work", "marker"),
+        generate: ("policy", "benchmarks*", "store", "marker"),
+        score: ("markers*", "benchmarks*", "store", "out"),
+        table: ("scores*", "markers*", "out-stem"),
+        figure: ("scores*", "markers*", "out-stem"),
+        report: ("tables*", "figures*", "markers*", "scores*", "out"),
+    }.items():
+        sub = verb(action, *options)
+        sub.add_argument("--spec", required=True, help="canonical JSON of everything that decides the result")
+        _extra_options(action, sub)
+    verb(headline, "table")
+    verb(schema).add_argument("--check", action="store_true", help="fail if the generated files are stale")
+    verb(status).add_argument("results", type=Path, nargs="?", default=Path("results"))
+    look = verb(inspect, "markers*", "benchmarks*", "store")
+    for option, kind in (("benchmark", str), ("temperature", float), ("verdict", str)):
+        look.add_argument(f"--{option}", type=kind)
+    look.add_argument("--disagreement", action="store_true", help="only where grader and second opinion differ")
+    look.add_argument("--limit", type=int, default=20)
+    return parser
+
+
+def _extra_options(action: Callable[[argparse.Namespace], None], sub: argparse.ArgumentParser) -> None:
+    if action in (train, generate):
+        sub.add_argument("--seed", type=int, required=True)
+    if action is train:
+        sub.add_argument("--step", type=int, required=True)
+        sub.add_argument("--name", required=True)
+        sub.add_argument("--previous", type=Path, nargs="*", help="marker of the milestone before (orders the jobs)")
+        sub.add_argument("--supersede", type=_flag, default=False, help="true: move work made under other settings aside")
+        _machine_options(sub)
+    if action is generate:
+        sub.add_argument("--generator", choices=("sampler", "vllm"), default="sampler")
+        sub.add_argument("--batch-rows", type=int, default=512)
+
+
+def _start_log(path: Path | None) -> None:
+    form = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+    handlers: list[logging.Handler] = [logging.StreamHandler()]
+    handlers[0].setLevel(logging.WARNING)
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handlers.append(logging.FileHandler(path, mode="a", encoding="utf-8"))
+    logging.basicConfig(level=logging.INFO, format=form, handlers=handlers)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run one verb. Exit codes: 0 done, 2 unusable input (one sentence), 75 stopped early and saved, 1 anything else."""
+    _calm_cpu()
+    args = _parser().parse_args(arguments)
+    _start_log(args.log)
+    try:
+        args.action(args)
+    except ValueError as error:
+        logging.getLogger("erpo").debug("refused", exc_info=True)
+        sys.stderr.write(f"erpo {args.verb}: {error}\n")
+        if args.log is not None:
+            logging.getLogger("erpo").info("refused: %s", error, exc_info=True)
+        return _BAD_INPUT
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
