@@ -1,0 +1,150 @@
+r"""The grader: response and gold answer in, verdict with its reason out. One for training and evaluation.
+
+Only the last complete `\boxed{}` of the response counts. Literal numbers and words are compared here, exactly; everything
+else goes to math-verify in worker processes with hard limits (`erpo.verifier_pool`). Every pair of (gold, answer) is
+decided once. A batch that needs no worker starts none.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Self
+
+from tqdm import tqdm
+
+from erpo.answers import excess, extract_answer, gold_problem, has_format
+from erpo.equality import Undecided, compare
+from erpo.records import Grade, Verdict
+from erpo.verifier_pool import Decision, Pair, VerifierPool
+
+__all__ = ["CANARIES", "Grader", "check_canaries", "extract_answer", "grade_one", "has_format"]
+
+logger = logging.getLogger(__name__)
+
+CACHE_SIZE = 200_000
+"""Decided pairs kept (about 100 MB at most)."""
+PROGRESS_FROM = 500
+"""Pairs left to the workers from which a progress bar is shown, where a person watches."""
+
+CANARIES = (
+    ("42", "42", True),
+    ("42", "43", False),
+    (r"\frac{5}{8}", "0.625", True),
+    (r"2\sqrt{3}", r"\sqrt{12}", True),
+    (r"2\sqrt{3}", r"\sqrt{13}", False),
+    (r"x^2-1", r"(x-1)(x+1)", True),
+    (r"(3,4]", "[3,4]", False),
+)
+"""Gold, answer, and whether they are equal: graded before anything else is."""
+
+
+class Grader:
+    """Grades batches of responses; keeps its worker processes while used as a context manager, else stops them after a batch.
+
+    Args:
+        workers: most worker processes; None: one a core this process may use, at most 8.
+    """
+
+    def __init__(self, workers: int | None = None) -> None:
+        self._pool = VerifierPool(workers)
+        self._decided: OrderedDict[Pair, Decision] = OrderedDict()
+        self._is_entered = False
+
+    def __enter__(self) -> Self:
+        self._is_entered = True
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._is_entered = False
+        self._pool.close()
+
+    def grade(self, responses: Sequence[str], golds: Sequence[str], truncated: Sequence[bool] | None = None) -> list[Grade]:
+        """A grade for every response, in order.
+
+        Args:
+            responses: response texts (never with the prompt).
+            golds: gold answers, as many.
+            truncated: whether each response was cut at the length limit; None: none was.
+
+        Raises:
+            ValueError: lengths differ.
+            RuntimeError: worker processes cannot start.
+        """
+        cut = [False] * len(responses) if truncated is None else truncated
+        if not len(responses) == len(golds) == len(cut):
+            raise ValueError(
+                f"{len(responses)} responses, {len(golds)} golds and {len(cut)} truncated flags: give one of each a response"
+            )
+        asked = [_first_look(*row) for row in zip(responses, golds, cut, strict=True)]
+        self._decide({item for item in asked if isinstance(item, Pair)})
+        return [self._grade(item) if isinstance(item, Pair) else item for item in asked]
+
+    def _decide(self, pairs: set[Pair]) -> None:
+        """Fill the cache with every pair, cheap ones here, the rest in the workers."""
+        hard = []
+        for pair in sorted(pairs - self._decided.keys()):
+            try:
+                self._keep(pair, Decision(*compare(*pair)))
+            except Undecided:
+                hard.append(pair)
+        if not hard:
+            return
+        with tqdm(total=len(hard), desc="grading", disable=None if len(hard) >= PROGRESS_FROM else True) as bar:
+
+            def done(pair: Pair, decision: Decision) -> None:
+                self._keep(pair, decision)
+                bar.update()
+
+            self._pool.decide(hard, done)
+        if not self._is_entered:
+            self._pool.close()
+
+    def _keep(self, pair: Pair, decision: Decision) -> None:
+        self._decided[pair] = decision
+
+    def _grade(self, pair: Pair) -> Grade:
+        decision = self._decided[pair]
+        if decision.equal is None:
+            return Grade(Verdict.GRADER_ERROR, decision.reason, pair.answer)
+        return Grade(Verdict.CORRECT if decision.equal else Verdict.WRONG, decision.reason, pair.answer)
+
+
+def _first_look(response: str, gold: str, is_truncated: bool) -> Grade | Pair:
+    """A grade where the answers need not be compared, else the pair to compare."""
+    if problem := gold_problem(gold):
+        return Grade(Verdict.GOLD_UNPARSED, problem)
+    box = extract_answer(response)
+    if box.answer is None:
+        is_cut = is_truncated and box.reason != "empty"
+        return Grade(Verdict.TRUNCATED if is_cut else Verdict.NO_ANSWER, box.reason)
+    if box.answer.strip() != gold.strip() and (reason := excess(box.answer)):
+        return Grade(Verdict.WRONG, reason, box.answer)
+    return Pair(gold, box.answer)
+
+
+_default_grader = Grader(workers=1)
+
+
+def grade_one(response: str, gold: str, truncated: bool = False) -> Grade:
+    """The grade of one response; for many use `Grader`, which keeps its workers."""
+    return _default_grader.grade([response], [gold], [truncated])[0]
+
+
+def check_canaries(grader: Grader) -> None:
+    """Grade known right and known wrong answers.
+
+    Raises:
+        RuntimeError: a canary comes out otherwise, so no verdict of this installation can be trusted.
+    """
+    responses = [f"<think>t</think>\\boxed{{{answer}}}" for _, answer, _ in CANARIES]
+    grades = grader.grade(responses, [gold for gold, _, _ in CANARIES])
+    for (gold, answer, is_equal), grade in zip(CANARIES, grades, strict=True):
+        expected = Verdict.CORRECT if is_equal else Verdict.WRONG
+        if grade.verdict is not expected:
+            raise RuntimeError(
+                f"the grader says {grade.verdict} ({grade.reason}) of {answer!r} against {gold!r}, which must be {expected}: "
+                "check the versions of math-verify, latex2sympy2_extended and antlr4 before trusting any grade"
+            )
