@@ -1,0 +1,79 @@
+# Two commands: `make demo` and `make test`. Both set everything up themselves.
+
+PYTHON ?= python3
+VENV ?= .venv
+CORES ?= 2
+STUDY ?= quickstart
+# Where CPU builds of PyTorch are found first; set it empty to take what the default index has.
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+TORCH ?= torch==2.13.0
+
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+DEV_READY := $(VENV)/.ready-dev
+RESULTS := results/$(STUDY)
+
+export OMP_NUM_THREADS ?= 1
+export OMP_WAIT_POLICY ?= passive
+export DS_ACCELERATOR ?= $(if $(wildcard /dev/nvidiactl),cuda,cpu)
+
+.PHONY: demo methods test test-slow check format report clean help
+
+help:
+	@echo "make demo       set up, run the embedded study on this CPU, show its tables and figures"
+	@echo "make test       set up, run the tests"
+	@echo "make methods    every estimator alone and under ERPO, trained end to end on this CPU"
+	@echo "make test-slow  the tests that take minutes"
+	@echo "make check      formatters, linters, types, import rules, generated files"
+
+$(VENV)/bin/python:
+	@$(PYTHON) -c 'import sys; ok = (3, 11) <= sys.version_info < (3, 14); sys.exit(0 if ok else "Python 3.11 to 3.13 is needed; this is %s. Try: make PYTHON=python3.12 ..." % sys.version.split()[0])'
+	@$(PYTHON) -m venv $(VENV) || { echo "could not make a virtual environment; on Debian or Ubuntu: apt install python3-venv"; exit 1; }
+
+# PyTorch first and by itself: the CPU build is a tenth of the CUDA build's size.
+$(READY): pyproject.toml | $(VENV)/bin/python
+	@echo "setting up $(VENV) (a few minutes the first time)"
+	@$(BIN)/python -c 'import torch' 2>/dev/null \
+	  || { [ -n "$(TORCH_INDEX)" ] && $(BIN)/pip install -q --retries 0 --timeout 15 --index-url $(TORCH_INDEX) '$(TORCH)' 2>/dev/null; } \
+	  || $(BIN)/pip install -q '$(TORCH)'
+	@$(BIN)/pip install -q -e .
+	@touch $@
+
+$(DEV_READY): pyproject.toml $(READY)
+	@$(BIN)/pip install -q -e '.[dev]'
+	@touch $@
+
+demo: $(READY)
+	@$(BIN)/snakemake --cores $(CORES) --config study=$(STUDY) --quiet rules progress -- all
+	@$(BIN)/python -m erpo headline --table $(RESULTS)/tables/main.csv
+	@echo
+	@echo "tables   $(RESULTS)/tables/"
+	@echo "figures  $(RESULTS)/figures/"
+	@echo "report   $(RESULTS)/report.html"
+
+methods: $(READY)
+	@$(BIN)/snakemake --cores $(CORES) --config study=methods --quiet rules progress -- all
+	@cat results/methods/tables/wrappers.md
+
+test: $(DEV_READY)
+	@$(BIN)/python -m pytest -q -n $(CORES) --dist loadfile -m "not slow and not slurm and not gpu"
+
+test-slow: $(DEV_READY)
+	@$(BIN)/python -m pytest -q -m "slow and not slurm and not gpu"
+
+check: $(DEV_READY)
+	$(BIN)/ruff format --check erpo tests benchmarks
+	$(BIN)/ruff check erpo tests benchmarks
+	$(BIN)/snakefmt --check Snakefile workflow
+	$(BIN)/snakemake --lint > /dev/null
+	$(BIN)/pyright
+	$(BIN)/lint-imports
+	$(BIN)/python -m erpo schema --check
+
+format: $(DEV_READY)
+	$(BIN)/ruff format erpo tests benchmarks
+	$(BIN)/ruff check --fix erpo tests benchmarks
+	$(BIN)/snakefmt Snakefile workflow
+
+clean:
+	rm -rf $(RESULTS) logs/$(STUDY)
