@@ -511,8 +511,11 @@ def _known(where: str, name: str, names: dict[str, Any]) -> None:
         raise ValueError(f"{where}: {name!r} is not defined; there are: {', '.join(names) or 'none'}")
 
 
+_RULES = ("all", "tables", "figures", "report", "data", "train", "generate", "score", "table", "figure")
+
+
 def _check_run_names(study: Study) -> None:
-    taken: dict[str, str] = {name: "a target of the workflow" for name in ("all", "tables", "figures", "report", "data")}
+    taken: dict[str, str] = {name: "a rule of the workflow" for name in _RULES}
     for group, names in (("runs", study.runs), ("tables", study.tables), ("figures", study.figures)):
         for name in names:
             if name in taken:
@@ -798,3 +801,99 @@ def temperature_label(value: float) -> str:
     """Canonical spelling in file names and tables: at least one decimal, no float residue."""
     text = f"{round(value, 4):g}"
     return text if "." in text else f"{text}.0"
+
+
+# --- what the stages of a study are asked for --------------------------------------------------------------------------
+
+_TRAINING_FIGURES = {"drift", "training_dynamics", "query_weights", "gradient_cosine"}
+_SCORED_AND_TRAINING_FIGURES = {"train_eval_gap"}
+
+
+def needs_scores(artefact: Table | Figure) -> bool:
+    """Whether it shows evaluation results (a metric without a slash is one)."""
+    if isinstance(artefact, Figure):
+        return artefact.kind not in _TRAINING_FIGURES
+    return any("/" not in metric for metric in artefact.metrics)
+
+
+def needs_training(artefact: Table | Figure) -> bool:
+    """Whether it shows what was logged during training (metric keys have a slash)."""
+    if isinstance(artefact, Figure):
+        return artefact.kind in _TRAINING_FIGURES | _SCORED_AND_TRAINING_FIGURES
+    return any("/" in metric for metric in artefact.metrics)
+
+
+def scored_cells(study: Study) -> dict[str, list[Cell]]:
+    """Checkpoints to evaluate, by run: every run's last step for all its seeds, and what tables and figures ask besides."""
+    found = {name: {Cell(name, seed, run.steps): None for seed in seeds_of(study, name)} for name, run in study.runs.items()}
+    for artefact in (*study.tables.values(), *study.figures.values()):
+        for cell in cells(study, artefact) if needs_scores(artefact) else ():
+            found[cell.run][cell] = None
+    return {name: sorted(chosen) for name, chosen in found.items()}
+
+
+def queries_spec(study: Study, model: str, train_set: str) -> dict[str, Any]:
+    """Spec of prepared training queries: the problems, the tokenizer, and the benchmarks of the overlap report."""
+    benchmarks = {name: non_default(entry) for name, entry in study.benchmarks.items()}
+    return {**train_set_spec(study, train_set), "model": model_spec(study, model), "benchmarks": benchmarks}
+
+
+def prepared_benchmark_spec(study: Study, model: str, benchmark: str) -> dict[str, Any]:
+    """Spec of a benchmark in the prompts of one model."""
+    return {**benchmark_spec(study, benchmark), "model": model_spec(study, model)}
+
+
+def reference_spec(study: Study, model: str, train_set: str) -> dict[str, Any]:
+    """Spec of a reference cache."""
+    return {"results_version": RESULTS_VERSION, "model": model_spec(study, model), "train_set": train_set_spec(study, train_set)}
+
+
+def generation_spec(study: Study, cell: Cell, temperatures: tuple[float, ...]) -> dict[str, Any]:
+    """Spec of the samples of one checkpoint at some temperatures. The policy itself is known by its marker."""
+    evaluation = study.evaluation
+    spec: dict[str, Any] = {
+        "results_version": RESULTS_VERSION,
+        **cell._asdict(),
+        "temperatures": list(temperatures),
+        "samples": evaluation.samples,
+        "top_p": evaluation.top_p,
+        "max_response_tokens": evaluation.max_response_tokens,
+        "prompt_suffix": study.prompt_suffix,
+        "benchmarks": {name: non_default(entry) for name, entry in study.benchmarks.items()},
+    }
+    return spec if evaluation.keep_token_ids else {**spec, "keep_token_ids": False}
+
+
+def scores_spec(study: Study, cell: Cell) -> dict[str, Any]:
+    """Spec of the graded samples of one checkpoint, and their provenance."""
+    evaluation = study.evaluation
+    return {
+        "results_version": RESULTS_VERSION,
+        "study": study.name,
+        **cell._asdict(),
+        "temperatures": list(evaluation.temperatures),
+        "samples": evaluation.samples,
+        "sampling": {"top_p": evaluation.top_p, "max_response_tokens": evaluation.max_response_tokens},
+        "prompt_suffix": study.prompt_suffix,
+        "benchmarks": {name: non_default(entry) for name, entry in study.benchmarks.items()},
+    }
+
+
+def drawn_spec(study: Study, name: str) -> dict[str, Any]:
+    """Spec of a table or figure with the checkpoints it is made of."""
+    artefact = study.tables.get(name) or study.figures[name]
+    return {**artefact_spec(study, name), "cells": [list(cell) for cell in cells(study, artefact)]}
+
+
+def report_spec(study: Study) -> dict[str, Any]:
+    """Spec of the report: what it shows, and the settings of the runs it shows."""
+    artefacts = {**study.tables, **study.figures}
+    shown = {name: None for artefact in artefacts.values() for name in runs_of(study, artefact)}
+    return {
+        "study": study.name,
+        "title": study.title,
+        "tables": list(study.tables),
+        "figures": list(study.figures),
+        "runs": {name: run_settings(study.runs[name]) for name in shown},
+        "evaluation": study.evaluation.model_dump(mode="json"),
+    }
