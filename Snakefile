@@ -1,0 +1,41 @@
+# From problems to the paper's tables and figures.   snakemake --cores all all     (config/README.md: studies; docs/cluster.md: clusters)
+from snakemake.utils import min_version
+
+min_version("9.25")
+
+
+include: "workflow/rules/common.smk"
+
+
+pathvars:
+    results=f"results/{STUDY.name}",
+    logs=f"logs/{STUDY.name}",
+    benchmarks=f"results/{STUDY.name}/timings",
+    run=f"results/{STUDY.name}/runs/{{run}}/seed{{seed}}",
+    cell="{run}/seed{seed}/step{step}",
+
+
+wildcard_constraints:
+    **WILDCARDS,
+
+
+container: "workflow/envs/erpo.sif"
+
+
+include: "workflow/rules/data.smk"
+include: "workflow/rules/training.smk"
+include: "workflow/rules/evaluation.smk"
+include: "workflow/rules/paper.smk"
+
+
+rule all:
+    default_target: True
+    input:
+        f"results/{STUDY.name}/report.html",
+        [results_of(name) for name in STUDY.runs],
+        [artefact_files(name) for name in (*STUDY.tables, *STUDY.figures)],
+    localrule: True
+
+
+onstart:
+    refuse_missing_data()

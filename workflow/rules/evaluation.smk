@@ -1,0 +1,47 @@
+# Samples live in a store keyed by policy, prompt and sampling: asking again, or for more, draws only what is missing.
+rule generate:
+    input:
+        policy=policy_of_cell,
+        benchmarks=benchmarks_of_run,
+    output:
+        marker="<results>/samples/<cell>/{shard}.json",
+    log:
+        "<logs>/generate/<cell>/{shard}.log",
+    benchmark:
+        "<benchmarks>/generate/<cell>/{shard}.tsv"
+    threads: machine("generate", "threads")
+    resources:
+        mem_mb=machine("generate", "mem_mb"),
+        runtime=machine("generate", "runtime"),
+        gpu=machine("generate", "gpu"),
+        generator=machine("generator"),
+        batch_rows=machine("rows"),
+    params:
+        spec=generation_spec,
+        store=f"{RESULTS}/store",
+    shell:
+        "python -m erpo generate --log {log:q} --spec {params.spec:q} --policy {input.policy:q} --benchmarks {input.benchmarks:q}"
+        " --store {params.store:q} --marker {output.marker:q} --seed {wildcards.seed}"
+        " --generator {resources.generator} --batch-rows {resources.batch_rows}"
+
+
+rule score:
+    input:
+        samples=samples_of_cell,
+        benchmarks=benchmarks_of_run,
+    output:
+        scores="<results>/scores/<cell>.parquet",
+    log:
+        "<logs>/score/<cell>.log",
+    benchmark:
+        "<benchmarks>/score/<cell>.tsv"
+    threads: machine("score", "threads")
+    resources:
+        mem_mb=machine("score", "mem_mb"),
+        runtime=machine("score", "runtime"),
+    params:
+        spec=scores_spec,
+        store=f"{RESULTS}/store",
+    shell:
+        "python -m erpo score --log {log:q} --spec {params.spec:q} --markers {input.samples:q} --benchmarks {input.benchmarks:q}"
+        " --store {params.store:q} --out {output.scores:q}"
