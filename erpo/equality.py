@@ -1,11 +1,30 @@
-"""Whether two answers are equal: literal numbers and words here, everything else through a callback."""
+r"""Whether two answers are equal, by the written rules of docs/grading.md. Pure: what the rules leave open goes to a callback.
+
+Every rule is symmetric in gold and answer except one: an answer that is an equation may state the value asked for
+(`m+n=293` for gold 293), while a gold equation is never met by its right side alone.
+"""
 
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable
 from fractions import Fraction
 from typing import NamedTuple
+
+from erpo.readings import Reading, intervals, normalise, read, squeeze
+from erpo.units import canonical_unit, units_differ
+
+ALTERNATIVE = " ||| "
+"""Separates accepted answers within one gold answer: each of them is right."""
+TOLERANCE = re.compile(r"^(?P<gold>.*?)\s*\\tolerance\{(?P<size>[\d.]+(?:[eE][-+]?\d+)?)\}$")
+r"""A gold number may carry its own absolute tolerance: `4.2 \tolerance{0.1}`."""
+ROUNDING = Fraction(1, 2_000_000)
+"""Numbers written as decimals agree within half a unit of the sixth decimal place ..."""
+RELATIVE_ROUNDING = Fraction(1, 2_000)
+"""... and to three significant digits, which matters for small numbers only."""
+PERCENT_MAY_BE_BARE_FROM = 1
+"""`12%` also equals 12, `0.5%` never equals 0.5: up to 1 a bare number is a share."""
 
 
 class Equality(NamedTuple):
@@ -16,11 +35,11 @@ class Equality(NamedTuple):
 
 
 Leaf = Callable[[str, str], bool]
-"""Decides two expressions that the rules here cannot."""
+"""Decides two expressions, given in normalised LaTeX."""
 
 
 class Undecided(Exception):  # noqa: N818
-    """The cheap rules cannot tell."""
+    """The rules alone cannot tell."""
 
 
 def undecided(gold: str, answer: str) -> bool:
@@ -29,29 +48,293 @@ def undecided(gold: str, answer: str) -> bool:
 
 
 def compare(gold: str, answer: str, leaf: Leaf = undecided) -> Equality:
-    """Compare by the written rules; `leaf` decides what is left."""
-    left, right = _squeeze(gold), _squeeze(answer)
-    if left == right:
-        return Equality(True, "equal as text")
-    a, b = _number(left), _number(right)
-    if a is not None and b is not None:
-        return Equality(a == b, "equal numbers" if a == b else "different numbers")
-    equal = leaf(gold, answer)
+    """Compare an answer with a gold answer, which may hold accepted alternatives.
+
+    Raises:
+        Undecided: from `leaf`, where the rules do not suffice.
+    """
+    outcome = Equality(False, "no gold")
+    for accepted in gold.split(ALTERNATIVE):
+        outcome = _compare_one(accepted.strip(), answer, leaf)
+        if outcome.equal:
+            return outcome
+    return outcome
+
+
+def _compare_one(gold: str, answer: str, leaf: Leaf) -> Equality:
+    tolerant = TOLERANCE.match(gold)
+    gold = tolerant["gold"] if tolerant else gold
+    if squeeze(gold) == squeeze(answer):
+        return Equality(True, "same text")
+    outcome = Equality(False, "unreadable")
+    for left, right in _reading_pairs(gold, answer):
+        if tolerant and left.value is not None and right.value is not None:
+            close = abs(left.value - right.value) <= Fraction(tolerant["size"])
+            return Equality(close, "declared tolerance")
+        outcome = _compare(left, right, leaf)
+        if outcome.equal:
+            return outcome
+    return outcome
+
+
+_LABEL = re.compile(r"\\text\{\s*\(?([A-J])(?:\)|[.:]|\))\s*\}\s*(?P<rest>\S.*)|\(([A-J])\)\s+(?P<text>[^\s+*/^(-].*)")
+_CHOICE = re.compile(r"\(?\s*(?:\\text\{\s*)?\(?([A-Ja-j])\)?[.:]?(?:\s*\})?\s*\)?[.:]?")
+
+
+def choice_letter(text: str) -> str:
+    """The letter of a multiple-choice answer such as `C`, `(C)`, `text{(C)}`; empty where it is none."""
+    found = _CHOICE.fullmatch(normalise(text))
+    return found[1].upper() if found else ""
+
+
+def _reading_pairs(gold: str, answer: str) -> list[tuple[Reading, Reading]]:
+    """Every reading of one with every reading of the other; of `(C) 42` letter or content, whichever the other one is."""
+    labels = [_LABEL.fullmatch(normalise(text)) for text in (gold, answer)]
+    texts = [gold, answer]
+    for side, found in enumerate(labels):
+        if found is not None and labels[1 - side] is None:
+            texts[side] = (found[1] or found[3]) if choice_letter(texts[1 - side]) else (found["rest"] or found["text"])
+    return [(left, right) for left in read(texts[0]) for right in read(texts[1])]
+
+
+def _compare(gold: Reading, answer: Reading, leaf: Leaf) -> Equality:
+    """Dispatch on the two kinds; the first rule that applies decides."""
+    if gold.latex == answer.latex and gold.unit == answer.unit and gold.kind == answer.kind:
+        return Equality(True, "same text")
+    for rule in (_compare_choices, _compare_intervals, _compare_relations, _compare_words, _compare_collections, _compare_numbers):
+        outcome = rule(gold, answer, leaf)
+        if outcome is not None:
+            return outcome
+    if units_differ(gold.unit, answer.unit):
+        return Equality(False, "different units")
+    equal = _degrees_equal(gold, answer, leaf) or leaf(gold.latex, answer.latex)
     return Equality(equal, "equivalent" if equal else "not equivalent")
 
 
-def _squeeze(text: str) -> str:
-    text = re.sub(r"\\left|\\right|\\[,;:! ]|[\s$~]", "", text)
-    return re.sub(r"\\[dt]frac", r"\\frac", text)
+def _compare_choices(gold: Reading, answer: Reading, leaf: Leaf) -> Equality | None:
+    left, right = choice_letter(gold.latex), choice_letter(answer.latex)
+    return Equality(left == right, "choice letters") if left and right else None
 
 
-def _number(text: str) -> Fraction | None:
-    if len(text) > 300:
+# --- equations and assignments -------------------------------------------------------------------------------------------
+
+
+def _compare_relations(gold: Reading, answer: Reading, leaf: Leaf) -> Equality | None:
+    kinds = {gold.kind, answer.kind}
+    if not kinds & {"assignment", "relation"}:
         return None
-    if re.fullmatch(r"[-+]?\d+(\.\d+)?|[-+]?\.\d+", text):
-        return Fraction(text)
-    if found := re.fullmatch(r"([-+]?)\\frac\{(-?\d+)\}\{(\d+)\}", text):
-        if int(found[3]) == 0:
-            return None
-        return Fraction(int(found[1] + "1") * int(found[2]), int(found[3]))
-    return None
+    if gold.kind == answer.kind == "assignment" and gold.name == answer.name:
+        return _compare(gold.items[0], answer.items[0], leaf)
+    if kinds <= {"assignment", "relation"}:
+        equal = leaf(gold.latex, answer.latex)
+        return Equality(equal, "equivalent relations" if equal else "different relations")
+    if gold.kind == "assignment":
+        return _compare(gold.items[0], answer, leaf)
+    if answer.kind == "assignment" or (answer.kind == "relation" and answer.items):
+        return _compare(gold, answer.items[0], leaf)
+    return Equality(False, "a value is not a relation")
+
+
+def _compare_intervals(gold: Reading, answer: Reading, leaf: Leaf) -> Equality | None:
+    """Unions, inequalities and intervals, each as the intervals it stands for."""
+    if gold.kind == answer.kind and gold.kind in ("tuple", "assignment") or gold.kind == answer.kind == "list":
+        return None
+    if _unknown(gold) and _unknown(answer) and _unknown(gold) != _unknown(answer):
+        return None
+    left, right = intervals(gold), intervals(answer)
+    if not left or not right:
+        return None
+    if _in_any_order(left, right, leaf).equal:
+        return Equality(True, "same intervals")
+    equal = leaf(r" \cup ".join(part.latex for part in left), r" \cup ".join(part.latex for part in right))
+    return Equality(equal, "same intervals" if equal else "different intervals")
+
+
+def _unknown(reading: Reading) -> str:
+    """The letter an inequality is about."""
+    found = re.findall(r"(?<![a-zA-Z\\])[a-zA-Z]", reading.latex) if reading.kind in ("relation", "list", "assignment") else []
+    return found[0].casefold() if found else ""
+
+
+# --- words ---------------------------------------------------------------------------------------------------------------
+
+
+def _compare_words(gold: Reading, answer: Reading, leaf: Leaf) -> Equality | None:
+    if "words" not in (gold.kind, answer.kind):
+        return None
+    left, right = _as_word(gold), _as_word(answer)
+    return Equality(left == right, "words" if left == right else "different words")
+
+
+def _as_word(reading: Reading) -> str:
+    return reading.name if reading.kind == "words" else re.sub(r"[^\w:+]", "", squeeze(reading.latex).casefold())
+
+
+# --- lists, tuples, sets, matrices ---------------------------------------------------------------------------------------
+
+
+def _compare_collections(gold: Reading, answer: Reading, leaf: Leaf) -> Equality | None:
+    kinds = {gold.kind, answer.kind}
+    if not kinds & {"list", "tuple", "set", "matrix"}:
+        return None
+    if "expression" in kinds and not kinds & {"list"}:
+        equal = leaf(gold.latex, answer.latex)
+        return Equality(equal, "equivalent" if equal else "not equivalent")
+    if "matrix" in kinds:
+        return _compare_matrices(gold, answer, leaf)
+    if kinds & {"number", "expression", "words"}:
+        one = {"set", "list"} & kinds and len(_distinct(gold)) == len(_distinct(answer)) == 1
+        if one:
+            return _compare(_distinct(gold)[0], _distinct(answer)[0], leaf)
+        return Equality(False, "one value is not several")
+    if "tuple" in kinds:
+        if "set" in kinds:
+            return Equality(False, "a tuple is not a set")
+        if gold.kind == answer.kind and not _same_brackets(gold, answer):
+            return Equality(False, "different brackets")
+        return _in_order(gold.items, answer.items, leaf)
+    if "set" in kinds:
+        return _in_any_order(_distinct(gold), _distinct(answer), leaf)
+    if _order_matters(gold, answer):
+        return _in_order(gold.items, answer.items, leaf)
+    return _in_any_order(gold.items, answer.items, leaf)
+
+
+def _distinct(reading: Reading) -> tuple[Reading, ...]:
+    """Members of a set, each once; a scalar is a set of one. In a list without braces every value counts."""
+    if reading.kind == "list":
+        return reading.items
+    if reading.kind != "set":
+        return (reading,)
+    return tuple({squeeze(item.latex): item for item in reading.items}.values())
+
+
+def _same_brackets(gold: Reading, answer: Reading) -> bool:
+    """Brackets make intervals; with three entries or more they only group."""
+    return gold.brackets == answer.brackets or len(gold.items) > 2 or len(answer.items) > 2
+
+
+def _order_matters(gold: Reading, answer: Reading) -> bool:
+    """Values given by name on one side only, and lists of words (rankings), are compared in order."""
+    named = [all(item.kind == "assignment" for item in side.items) for side in (gold, answer)]
+    distinct = len({item.name for side in (gold, answer) for item in side.items if item.kind == "assignment"}) > 1
+    words = all(item.kind == "words" and len(item.name) > 1 for side in (gold, answer) for item in side.items)
+    return (named[0] != named[1] and distinct) or words
+
+
+def _in_order(gold: tuple[Reading, ...], answer: tuple[Reading, ...], leaf: Leaf) -> Equality:
+    if len(gold) != len(answer):
+        return Equality(False, f"{len(answer)} values instead of {len(gold)}")
+    pairs = sorted(zip(gold, answer, strict=True), key=lambda pair: {pair[0].kind, pair[1].kind} != {"number"})
+    equal = all(_compare(left, right, leaf).equal for left, right in pairs)
+    return Equality(equal, "same values in order" if equal else "different values")
+
+
+def _in_any_order(gold: tuple[Reading, ...], answer: tuple[Reading, ...], leaf: Leaf) -> Equality:
+    if len(gold) != len(answer):
+        return Equality(False, f"{len(answer)} values instead of {len(gold)}")
+    missing = Counter(squeeze(item.latex) for item in gold)
+    left_over = []
+    for item in answer:
+        if missing[squeeze(item.latex)] > 0:
+            missing[squeeze(item.latex)] -= 1
+        else:
+            left_over.append(item)
+    wanted = []
+    for item in gold:
+        if missing[squeeze(item.latex)] > 0:
+            missing[squeeze(item.latex)] -= 1
+            wanted.append(item)
+    equal = _match(wanted, left_over, leaf)
+    return Equality(equal, "same values in any order" if equal else "different values")
+
+
+def _match(wanted: list[Reading], offered: list[Reading], leaf: Leaf) -> bool:
+    """Pair every wanted value with an offered one of its own."""
+    rest = list(offered)
+    for value in wanted:
+        found = next((item for item in rest if _compare(value, item, leaf).equal), None)
+        if found is None:
+            return False
+        rest.remove(found)
+    return True
+
+
+def _compare_matrices(gold: Reading, answer: Reading, leaf: Leaf) -> Equality:
+    if gold.kind == answer.kind:
+        if len(gold.items) != len(answer.items):
+            return Equality(False, "different shapes")
+        equal = all(_in_order(left.items, right.items, leaf).equal for left, right in zip(gold.items, answer.items, strict=True))
+        return Equality(equal, "same matrices" if equal else "different matrices")
+    left, right = _vector(gold), _vector(answer)
+    if left and right:
+        return _in_order(left, right, leaf)
+    return Equality(False, "a matrix is neither a value nor a set")
+
+
+def _vector(reading: Reading) -> tuple[Reading, ...]:
+    """Entries of a tuple in parentheses, of a single column or of a single row; empty for anything else."""
+    if reading.kind == "tuple":
+        return reading.items if reading.brackets in ("()", "[]") else ()
+    if reading.kind != "matrix":
+        return ()
+    if len(reading.items) == 1:
+        return reading.items[0].items
+    return tuple(row.items[0] for row in reading.items) if all(len(row.items) == 1 for row in reading.items) else ()
+
+
+# --- numbers -------------------------------------------------------------------------------------------------------------
+
+
+def _compare_numbers(gold: Reading, answer: Reading, leaf: Leaf) -> Equality | None:
+    infinite = {gold.latex, answer.latex} & {r"\infty", r"-\infty"}
+    if infinite and "number" in (gold.kind, answer.kind):
+        return Equality(False, "infinite and finite")
+    if len(infinite) == 2:
+        return Equality(False, "opposite infinities")
+    if gold.value is None or answer.value is None:
+        return None
+    if units_differ(gold.unit, answer.unit):
+        return Equality(False, "different units")
+    if "clock" in (gold.base, answer.base):
+        is_time = gold.base == answer.base and (gold.value == answer.value or bool(gold.unit or answer.unit))
+        return Equality(gold.value == answer.value, "times of day") if is_time else None
+    if gold.base and answer.base and gold.base != answer.base:
+        return Equality(False, "different bases")
+    equal = any(_agree(left, right, gold, answer) for left, right in _percent_readings(gold, answer))
+    return Equality(equal, "equal numbers" if equal else "different numbers")
+
+
+def _percent_readings(gold: Reading, answer: Reading) -> list[tuple[Fraction, Fraction]]:
+    """The value pairs of which one must agree: a percent sign on one side is a hundredth, or (above 1) may be left out."""
+    assert gold.value is not None
+    assert answer.value is not None
+    if gold.is_percent == answer.is_percent:
+        return [(gold.value, answer.value)]
+    scaled = [(gold.value / 100, answer.value)] if gold.is_percent else [(gold.value, answer.value / 100)]
+    percentage = gold.value if gold.is_percent else answer.value
+    return [*scaled, (gold.value, answer.value)] if abs(percentage) > PERCENT_MAY_BE_BARE_FROM else scaled
+
+
+def _agree(left: Fraction, right: Fraction, gold: Reading, answer: Reading) -> bool:
+    return numbers_agree(left, right, is_rounded=gold.is_decimal or answer.is_decimal)
+
+
+def numbers_agree(left: Fraction, right: Fraction, *, is_rounded: bool) -> bool:
+    """Exact equality, or agreement within the rounding of decimals; an integer is always exact."""
+    if left == right:
+        return True
+    if not is_rounded or left.denominator == 1 or right.denominator == 1:
+        return False
+    gap = abs(left - right)
+    return gap <= ROUNDING and gap <= RELATIVE_ROUNDING * max(abs(left), abs(right))
+
+
+def _degrees_equal(gold: Reading, answer: Reading, leaf: Leaf) -> bool:
+    r"""`45^\circ` against `\frac{\pi}{4}`: an angle in degrees equals its radians where the other side is written with pi."""
+    for angle, other in ((gold, answer), (answer, gold)):
+        in_degrees = angle.value is not None and canonical_unit(angle.unit) == "degree"
+        if in_degrees and not other.unit and r"\pi" in other.latex:
+            assert angle.value is not None
+            return leaf(rf"\frac{{{angle.value.numerator}\pi}}{{{180 * angle.value.denominator}}}", other.latex)
+    return False

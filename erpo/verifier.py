@@ -18,9 +18,11 @@ import time
 from functools import lru_cache
 from typing import Any
 
-from math_verify import parse, verify
+from latex2sympy2_extended import NormalizationConfig
+from math_verify import LatexExtractionConfig, parse, verify
+from sympy import Expr, Float, Symbol
 
-from erpo.equality import compare
+from erpo.equality import RELATIVE_ROUNDING, ROUNDING, compare
 
 MEMORY_BYTES = 1 << 30
 """Address space of a worker (RLIMIT_AS)."""
@@ -39,16 +41,75 @@ def _out_of_time(signum: int, frame: object) -> None:
     raise _OutOfTimeError
 
 
+_CONFIGURATION = [
+    LatexExtractionConfig(
+        boxed_match_priority=0,
+        # units stay: the rules take them off, and math-verify's own list makes 6m equal to 6
+        normalization_config=NormalizationConfig(basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="all"),
+    )
+]
+
+
 @lru_cache(maxsize=4096)
-def _parse(latex: str) -> list[Any]:
-    return parse(f"\\boxed{{{latex}}}", parsing_timeout=None)  # type: ignore[arg-type]
+def _parse(latex: str) -> tuple[Any, ...]:
+    return tuple(parse(f"\\boxed{{{latex}}}", _CONFIGURATION, parsing_timeout=None))  # type: ignore[arg-type]
 
 
 def equivalent(gold: str, answer: str) -> bool:
-    """Whether math-verify takes both for the same, whichever is called gold."""
+    """Whether two expressions are equal: evidently unequal numbers first, then math-verify, in both directions."""
     left, right = _parse(gold), _parse(answer)
+    if not left or not right:
+        return False
+    decided = numerically(left[0], right[0])
+    if decided is not None:
+        return decided
     options = {"allow_set_relation_comp": True, "timeout_seconds": None}
-    return verify(left, right, **options) and verify(right, left, **options)
+    return verify([*left], [*right], **options) and verify([*right], [*left], **options)
+
+
+_POINTS = (0.7310585786, 1.3178021753, 0.4218750913, 2.2360679775, 1.6180339887, 0.5772156649, 3.0710678119, 1.1447298858)
+"""Values for unknowns: positive, unremarkable, the same for both sides."""
+_DIGITS = 30
+_EXACT_GAP = 1e-15
+_FLOAT_GAP = 1e-9
+_NOT_EVALUABLE = (ArithmeticError, TypeError, ValueError, AttributeError, NotImplementedError, RecursionError)
+
+
+def numerically(left: Any, right: Any) -> bool | None:
+    """False where two scalar expressions differ in value, True where decimals agree within rounding, None where open.
+
+    This spares the slow attempt to simplify the difference of things that are plainly unequal, and rejects what merely
+    agrees to fifteen digits.
+    """
+    if not (isinstance(left, Expr) and isinstance(right, Expr)) or isinstance(left, Symbol) or isinstance(right, Symbol):
+        return None
+    unknowns = sorted(left.free_symbols | right.free_symbols, key=str)
+    if len(unknowns) > len(_POINTS):
+        return None
+    one, other = (_value(side, dict(zip(unknowns, _POINTS, strict=False))) for side in (left, right))
+    if one is None or other is None:
+        return None
+    gap, size = abs(one - other), max(abs(one), abs(other))
+    is_rounded = bool(left.atoms(Float) | right.atoms(Float))
+    if is_rounded and not unknowns:
+        whole = any(side.is_Integer for side in (left, right))
+        return bool(gap == 0 if whole else gap <= float(ROUNDING) and gap <= float(RELATIVE_ROUNDING) * size)
+    return False if gap > (_FLOAT_GAP if is_rounded else _EXACT_GAP) * size else None
+
+
+def _value(expression: Expr, values: dict[Any, float]) -> Any:
+    """A finite complex number of `_DIGITS` digits, or None."""
+    try:
+        value = expression.evalf(_DIGITS, subs=values)  # type: ignore[attr-defined]
+    except _NOT_EVALUABLE:
+        return None
+    return (
+        value
+        if value.is_number
+        and value.is_finite
+        and all(part.is_Float or part.is_Integer or part.is_Rational for part in value.as_real_imag())
+        else None
+    )
 
 
 def judge(gold: str, answer: str, cpu_seconds: float) -> dict[str, Any]:
