@@ -1,0 +1,225 @@
+"""From one step's experience to optimizer updates: batch, advantages, weights, micro-batches, metrics."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from erpo.advantages import compute_advantages
+from erpo.batching import collate, plan_micro_batches
+from erpo.config import Machine, RunConfig
+from erpo.engine import Engine, gather_objects
+from erpo.objective import (
+    MAX_METRICS,
+    RolloutBatch,
+    global_counts,
+    query_nll,
+    query_weights,
+    reduce_metrics,
+    token_logprobs,
+    total_loss,
+    weight_statistics,
+)
+from erpo.rollouts import Experience
+
+
+class Learner:
+    """Turns experience into updates of the engine's policy. All ranks hold the whole batch and train their share of its rows."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        run: RunConfig,
+        machine: Machine,
+        load_reference: Callable[[], nn.Module],
+        query_logprobs: Callable[[str], np.ndarray],
+        static_weights: dict[str, float],
+    ) -> None:
+        self.engine, self.run, self.machine = engine, run, machine
+        self.query_logprobs, self.static_weights = query_logprobs, static_weights
+        self._load_reference = load_reference
+        self._reference: nn.Module | None = None
+        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+
+    def learn(self, step: int, experience: Experience) -> dict[str, float]:
+        """All optimizer updates of a step. Returns their metrics, averaged over the updates."""
+        begun = time.monotonic()
+        updates = self._split(experience)
+        batch = self._batch(step, experience, updates)
+        rows = []
+        for number, chosen in enumerate(updates):
+            part = batch.rows(torch.from_numpy(np.flatnonzero(np.isin(batch.group.numpy(), chosen))))
+            if number == 0:
+                part = replace(part, old_logprobs=None)  # still on-policy: the ratio is 1 without a second forward
+            if self.run.query_weight == "online_inverse_nll":
+                part = self._with_online_weights(part)
+            rows.append(self._update(step, part))
+        return _summary(rows, int(batch.lengths.sum()), time.monotonic() - begun)
+
+    def _split(self, experience: Experience) -> list[np.ndarray]:
+        return np.array_split(np.arange(len(experience.queries)), self.run.updates_per_step)
+
+    # --- the batch
+
+    def _batch(self, step: int, experience: Experience, updates: list[np.ndarray]) -> RolloutBatch:
+        batch = self._collated(experience)
+        on_policy = torch.isin(batch.group, torch.from_numpy(updates[0]))
+        values = None
+        if self.run.advantage == "gae" or self.run.kl_form == "future":
+            old, values = self._score_policy(batch, torch.ones_like(on_policy))
+            batch = replace(batch, old_logprobs=old, values=values)
+        elif len(updates) > 1:
+            batch = replace(batch, old_logprobs=self._score_policy(batch, ~on_policy)[0])
+        rows = self._rows_with_response_reference(step, on_policy)
+        if rows.any():
+            batch = replace(batch, ref_logprobs=self._with_response_reference(batch, rows))
+        found = compute_advantages(
+            torch.from_numpy(experience.rewards).flatten(),
+            batch.group,
+            batch.response_mask,
+            self.run,
+            values=values,
+            old_logprobs=batch.old_logprobs,
+            ref_logprobs=batch.ref_logprobs,
+        )
+        return replace(batch, advantages=found.advantages, returns=found.returns)
+
+    def _collated(self, experience: Experience) -> RolloutBatch:
+        """One row a response; the reference's query log-probs come from the cache."""
+        queries = [query for query, group in zip(experience.queries, experience.groups, strict=True) for _ in group]
+        rollouts = [rollout for group in experience.groups for rollout in group]
+        return collate(
+            [query.prompt_ids for query in queries],
+            [rollout.response_ids for rollout in rollouts],
+            [number for number, group in enumerate(experience.groups) for _ in group],
+            rollout_logprobs=[rollout.logprobs for rollout in rollouts],
+            query_ref_logprobs=[self.query_logprobs(query.query_id) for query in queries],
+            query_weights=[self.static_weights.get(query.query_id, 1.0) for query in queries],
+        )
+
+    def _rows_with_response_reference(self, step: int, on_policy: Tensor) -> Tensor:
+        """Rows (bool [B]) whose responses the reference scores: all with Policy-KL in the loss, else now and then the first update's."""
+        every = self.run.policy_kl_every
+        if self.run.needs_reference_on_responses:
+            return torch.ones_like(on_policy)
+        return on_policy if every and (step == 1 or step % every == 0) else torch.zeros_like(on_policy)
+
+    @property
+    def reference(self) -> nn.Module:
+        """The frozen reference policy, loaded at first need: ERPO's own loss never needs it."""
+        if self._reference is None:
+            self._reference = self._load_reference().to(self.engine.device).eval()
+        return self._reference
+
+    def _score_policy(self, batch: RolloutBatch, wanted: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Log-probs (and values) [B, S-1] of the wanted rows under the current policy; zeros elsewhere."""
+
+        def forward(micro: RolloutBatch) -> tuple[Tensor, Tensor | None]:
+            logprobs, _, values = self.engine.forward(micro, self.run.temperature)
+            return logprobs, values
+
+        return self._score(batch, wanted, forward)
+
+    def _with_response_reference(self, batch: RolloutBatch, wanted: Tensor) -> Tensor:
+        """Reference log-probs [B, S-1]: queries from the cache, responses of wanted rows from a forward, nan elsewhere."""
+
+        def forward(micro: RolloutBatch) -> tuple[Tensor, None]:
+            logits = self.reference(input_ids=micro.input_ids, use_cache=False).logits
+            return token_logprobs(logits, micro.input_ids, micro.response_mask, self.run.temperature)[0], None
+
+        scored, _ = self._score(batch, wanted, forward)
+        assert batch.ref_logprobs is not None
+        return torch.where(batch.response_mask & wanted.unsqueeze(1), scored, batch.ref_logprobs)
+
+    @torch.no_grad()
+    def _score(
+        self, batch: RolloutBatch, wanted: Tensor, forward: Callable[[RolloutBatch], tuple[Tensor, Tensor | None]]
+    ) -> tuple[Tensor, Tensor | None]:
+        """Run `forward` over the wanted rows, shared among ranks; every rank receives the whole [B, S-1] results, 0 elsewhere."""
+        index = torch.nonzero(wanted).squeeze(1).numpy()
+        mine = []
+        for rows, micro in self._micro_batches(batch.rows(index)):
+            outputs = forward(micro)
+            if len(rows):
+                mine.append((index[rows], *(None if out is None else out.float().cpu().numpy() for out in outputs)))
+        found: list[Tensor | None] = [None, None]
+        for part in gather_objects(mine):
+            for rows, *outputs in part:
+                for place, output in enumerate(outputs):
+                    if output is not None:
+                        whole = found[place] if found[place] is not None else torch.zeros(batch.response_mask.shape)
+                        whole[rows, : output.shape[1]] = torch.from_numpy(output)
+                        found[place] = whole
+        scored, values = found
+        assert scored is not None
+        return scored, values
+
+    def _micro_batches(self, batch: RolloutBatch) -> Iterator[tuple[np.ndarray, RolloutBatch]]:
+        """Row indices and rows of each micro-batch of this rank; idle ranks get a padding row and no indices, to stay in step."""
+        for rows in plan_micro_batches(batch.lengths.numpy(), self.machine.micro_batch_tokens, self.world)[self.rank]:
+            yield rows, batch.rows(rows).to(self.engine.device)
+
+    def _with_online_weights(self, part: RolloutBatch) -> RolloutBatch:
+        """Weights from the current policy's query likelihood over this optimizer batch (the released patch's reading)."""
+        first = torch.zeros_like(part.group, dtype=torch.bool)
+        first[_first_rows(part)] = True
+        logprobs, _ = self._score_policy(part, first)
+        nll = torch.zeros(int(part.group.max()) + 1).index_copy(0, part.group[first], query_nll(logprobs, part)[first])
+        weights = query_weights(
+            self.run.query_weight,
+            nll[part.group],
+            part.query_mask.sum(1),
+            cap=None,
+            renormalise=self.run.renormalise_query_weights,
+        )
+        return replace(part, query_weights=weights.float())
+
+    # --- one optimizer update
+
+    def _update(self, step: int, batch: RolloutBatch) -> dict[str, float]:
+        run, counts = self.run, global_counts(batch)
+        train_policy = run.advantage != "gae" or step > run.value_warmup_steps
+        shares = []
+        micro_batches = list(self._micro_batches(batch))
+        for position, (_, micro) in enumerate(micro_batches):
+            self.engine.expect(is_last=position == len(micro_batches) - 1)
+            logprobs, entropy, values = self.engine.forward(micro, run.temperature)
+            share = total_loss(logprobs, micro, counts, run, entropy=entropy, values=values, train_policy=train_policy)
+            self.engine.backward(share.loss)
+            shares.append(share.metrics)
+        metrics = reduce_metrics(gather_objects(reduce_metrics(shares)))
+        warm = min(1.0, step / run.warmup_steps) if run.warmup_steps else 1.0
+        done = self.engine.step(run.learning_rate * warm, run.value_learning_rate)
+        once = _first_rows(batch)
+        return {
+            **metrics,
+            **weight_statistics(batch.query_weights[once], batch.query_mask.sum(1)[once]),
+            "grad/norm": done.grad_norm,
+            "update/applied": float(done.applied),
+        }
+
+
+def _first_rows(batch: RolloutBatch) -> Tensor:
+    """Index of one row of every query of the batch."""
+    return torch.from_numpy(np.unique(batch.group.numpy(), return_index=True)[1])
+
+
+def _summary(rows: list[dict[str, float]], num_tokens: int, seconds: float) -> dict[str, float]:
+    """Metrics of a step from those of its updates: means, maxima for maxima."""
+    keys = sorted({key for row in rows for key in row})
+    found = {key: [row[key] for row in rows if key in row] for key in keys}
+    metrics = {key: max(values) if key in MAX_METRICS else float(np.mean(values)) for key, values in found.items()}
+    applied = sum(found["update/applied"])
+    return {
+        **metrics,
+        "update/applied": applied,
+        "update/skipped": len(rows) - applied,
+        "time/update": seconds,
+        "tokens_per_second/update": num_tokens / max(seconds, 1e-9),
+    }

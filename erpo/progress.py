@@ -1,0 +1,159 @@
+"""What a person and a queue want to know of a running training: progress lines, metrics log, signals, wall time."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from erpo.checkpoint import write_json
+
+logger = logging.getLogger(__name__)
+
+RESUBMIT_EXIT_CODE = 75
+"""Left with when a signal or the time limit ended the job early after a save: run the same command again."""
+
+_LINE_SECONDS = 5.0
+_BAR_WIDTH = 20
+
+
+class Resubmit(SystemExit):
+    """The job stopped early and cleanly; the same command continues it."""
+
+    def __init__(self) -> None:
+        super().__init__(RESUBMIT_EXIT_CODE)
+
+
+class StopSignal:
+    """Remembers SIGTERM and SIGUSR1 instead of dying of them, so that the step in flight is finished and saved."""
+
+    def __init__(self) -> None:
+        self.received: str | None = None
+
+    @contextmanager
+    def listening(self) -> Iterator[StopSignal]:
+        """Handle the signals inside the block; a second one changes nothing."""
+        old = {number: signal.signal(number, self._remember) for number in (signal.SIGTERM, signal.SIGUSR1)}
+        try:
+            yield self
+        finally:
+            for number, handler in old.items():
+                signal.signal(number, handler)
+
+    def _remember(self, number: int, frame: FrameType | None) -> None:
+        self.received = signal.Signals(number).name
+
+
+class Walltime:
+    """Whether one more step and a save still fit before the job's end (Slurm's, or ERPO_END_TIME in epoch seconds)."""
+
+    def __init__(self, margin_seconds: float = 30.0) -> None:
+        end = os.environ.get("ERPO_END_TIME") or os.environ.get("SLURM_JOB_END_TIME")
+        self.end = float(end) if end else None
+        self.margin = margin_seconds
+        self.longest_step = 0.0
+        self.longest_save = 0.0
+
+    def is_short(self) -> bool:
+        """True when stopping now is wise."""
+        if self.end is None:
+            return False
+        return time.time() + self.longest_step + self.longest_save + self.margin > self.end
+
+
+class RunLog:
+    """metrics.jsonl and samples.jsonl of a run: one JSON object a line, appended; the latest attempt at a step wins."""
+
+    def __init__(self, work: Path, enabled: bool = True) -> None:
+        self.work, self.enabled = work, enabled
+        self.attempt = 1
+        if enabled:
+            work.mkdir(parents=True, exist_ok=True)
+            self.attempt = self._end_torn_line() + 1
+
+    def _end_torn_line(self) -> int:
+        """Close a line cut by a kill, and return the last attempt's number."""
+        path, last = self.work / "metrics.jsonl", 0
+        if not path.is_file():
+            return last
+        data = path.read_bytes()
+        if data and not data.endswith(b"\n"):
+            with path.open("ab") as handle:
+                handle.write(b"\n")
+        for line in data.splitlines():
+            try:
+                last = max(last, json.loads(line).get("attempt", 0))
+            except ValueError:
+                continue
+        return last
+
+    def metrics(self, step: int, row: dict[str, float]) -> None:
+        """Append the numbers of a step."""
+        self._append("metrics.jsonl", {"step": step, "attempt": self.attempt, **row})
+
+    def samples(self, rows: list[dict[str, Any]]) -> None:
+        """Append rows of the sample table."""
+        for row in rows:
+            self._append("samples.jsonl", row)
+
+    def _append(self, name: str, row: dict[str, Any]) -> None:
+        if self.enabled:
+            with (self.work / name).open("a", encoding="utf-8") as handle:
+                handle.write(json.dumps(row) + "\n")
+
+
+class Progress:
+    """A line with bar, rate and ETA now and then on standard error, and progress.json for `python -m erpo status`."""
+
+    def __init__(self, title: str, start: int, total: int, path: Path | None = None) -> None:
+        self.title, self.start, self.total, self.path = title, start, total, path
+        self.begun = time.monotonic()
+        self._printed = 0.0
+
+    def update(self, done: int, facts: dict[str, float] | None = None, last_save: int | None = None) -> None:
+        """Report that `done` of the total are done."""
+        now = time.monotonic()
+        rate = (done - self.start) / max(now - self.begun, 1e-9)
+        eta = (self.total - done) / rate if rate > 0 else float("inf")
+        if self.path is not None:
+            write_json(
+                self.path,
+                {
+                    "title": self.title,
+                    "step": done,
+                    "total": self.total,
+                    "steps_per_second": rate,
+                    "eta_seconds": None if eta == float("inf") else eta,
+                    "last_save": last_save,
+                    "time": time.time(),
+                },
+            )
+        if done < self.total and now - self._printed < _LINE_SECONDS:
+            return
+        self._printed = now
+        self._line(done, eta, facts or {})
+
+    def _line(self, done: int, eta: float, facts: dict[str, float]) -> None:
+        filled = int(_BAR_WIDTH * done / max(self.total, 1))
+        bar = "#" * filled + "." * (_BAR_WIDTH - filled)
+        shown = "  ".join(f"{name} {value:.3f}" for name, value in facts.items())
+        text = f"{self.title}  [{bar}] {done}/{self.total}  ETA {_clock(eta)}  {shown}".rstrip()
+        sys.stderr.write(text + "\n")
+        sys.stderr.flush()
+        logger.info("%s", text)
+
+
+def _clock(seconds: float) -> str:
+    if seconds == float("inf"):
+        return "?"
+    minutes, rest = divmod(int(seconds + 0.5), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
