@@ -149,7 +149,9 @@ def figure(args: argparse.Namespace) -> None:
     """Scores and metrics -> one figure in every format."""
     from erpo.figures import make_figure
 
-    make_figure(spec=json.loads(args.spec), scores=args.scores, markers=args.markers, out_stem=args.out_stem)
+    make_figure(
+        spec=json.loads(args.spec), scores=args.scores, markers=args.markers, references=args.references, out_stem=args.out_stem
+    )
 
 
 def report(args: argparse.Namespace) -> None:
@@ -292,7 +294,7 @@ def _parser() -> argparse.ArgumentParser:
         generate: ("policy", "benchmarks*", "store", "marker"),
         score: ("markers*", "benchmarks*", "store", "out"),
         table: ("scores*", "markers*", "out-stem"),
-        figure: ("scores*", "markers*", "out-stem"),
+        figure: ("scores*", "markers*", "references*", "out-stem"),
         report: ("tables*", "figures*", "markers*", "scores*", "out"),
     }.items():
         sub = verb(action, *options)

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from erpo.checkpoint import write_json
+from erpo.checkpoint import read_json, write_json
 
 logger = logging.getLogger(__name__)
 
@@ -157,3 +157,18 @@ def _clock(seconds: float) -> str:
     minutes, rest = divmod(int(seconds + 0.5), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def describe_status(results: Path) -> list[str]:
+    """One line per training run under `results`: step, rate, ETA, last save, and how old the news is."""
+    lines = []
+    for path in sorted(results.glob("**/work/progress.json")):
+        facts = read_json(path)
+        age = time.time() - facts["time"]
+        eta = "done" if facts["step"] >= facts["total"] else f"ETA {_clock(facts['eta_seconds'] or float('inf'))}"
+        saved = facts["last_save"] if facts["last_save"] is not None else "none"
+        lines.append(
+            f"{facts['title']}: step {facts['step']}/{facts['total']}, {facts['steps_per_second']:.2f} steps/s, {eta}, "
+            f"last save {saved}, {_clock(age)} ago"
+        )
+    return lines or [f"no training run under {results}"]
