@@ -110,27 +110,25 @@ def begin_state(root: Path, step: int) -> Path:
 
 
 def commit_state(folder: Path, root: Path, step: int, info: dict[str, Any]) -> Path:
-    """Sync every file, write the manifest last, rename into place.
+    """Make what all ranks wrote into `begin_state`'s folder the state of `step`; `info` holds small JSON facts."""
+    target = root / f"step{step}"
+    commit_folder(folder, target, {**info, "step": step})
+    return target
 
-    Args:
-        folder: what `begin_state` returned, filled by all ranks.
-        root: folder of the states.
-        step: training step the state stands for.
-        info: small JSON facts kept in the manifest.
-    """
+
+def commit_folder(temporary: Path, target: Path, info: dict[str, Any]) -> None:
+    """Sync every file, write the manifest last, rename into place: `target` is complete or as it was."""
     files = {}
-    for path in sorted(p for p in folder.rglob("*") if p.is_file()):
+    for path in sorted(p for p in temporary.rglob("*") if p.is_file()):
         with path.open("rb+") as handle:
             os.fsync(handle.fileno())
         path.chmod(0o644)
-        files[str(path.relative_to(folder))] = {"bytes": path.stat().st_size, "sha256": file_hash(path)}
-    write_json(folder / MANIFEST, {"step": step, "files": files, "info": info})
-    target = root / f"step{step}"
+        files[str(path.relative_to(temporary))] = {"bytes": path.stat().st_size, "sha256": file_hash(path)}
+    write_json(temporary / MANIFEST, {"files": files, "info": info})
     if target.exists():
         shutil.rmtree(target)
-    folder.rename(target)
-    sync_folder(root)
-    return target
+    temporary.rename(target)
+    sync_folder(target.parent)
 
 
 def why_invalid(folder: Path) -> str | None:
@@ -205,15 +203,6 @@ def policy_hash(folder: Path) -> str:
     return digest({name: file_hash(folder / name) for name in names})
 
 
-def commit_folder(temporary: Path, target: Path, info: dict[str, Any]) -> None:
-    """Turn a filled temporary folder into `target`, complete or not at all."""
-    if target.exists():
-        shutil.rmtree(target)
-    temporary_target = commit_state(temporary, temporary.parent, step=0, info=info)
-    temporary_target.rename(target)
-    sync_folder(target.parent)
-
-
 def claim_work(work: Path, spec: dict[str, Any], supersede: bool = False) -> None:
     """Tie a work directory to one spec; the same spec finds its work again, another one is refused.
 
@@ -227,8 +216,8 @@ def claim_work(work: Path, spec: dict[str, Any], supersede: bool = False) -> Non
             return
         if not supersede:
             raise ValueError(
-                f"{work} holds work made under other settings ({'; '.join(differences(old, spec))}). Give the changed run a new name, "
-                "or run with supersede (`--config supersede=RUN`), which moves the old work aside"
+                f"{work} holds work made under other settings ({'; '.join(differences(old, spec))}). Give the changed run a new "
+                "name, or run with supersede (`--config supersede=RUN`), which moves the old work aside"
             )
         move_aside(work)
     write_json(path, spec)
