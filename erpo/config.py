@@ -778,13 +778,13 @@ def seeds_of(study: Study, name: str) -> tuple[int, ...]:
     return study.runs[name].seeds or study.seeds
 
 
-def milestones(study: Study, name: str) -> tuple[int, ...]:
-    """Steps at which a run leaves a policy: its last step and every one that a table or figure asks for."""
-    steps = {study.runs[name].steps}
+def milestones(study: Study) -> dict[str, tuple[int, ...]]:
+    """Steps at which each run leaves a policy: its last step and every one that a table or figure asks for."""
+    steps = {name: {run.steps} for name, run in study.runs.items()}
     for artefact in (*study.tables.values(), *study.figures.values()):
-        if name in runs_of(study, artefact):
-            steps.update(artefact.steps or ())
-    return tuple(sorted(steps - {0}))
+        for name in runs_of(study, artefact):
+            steps[name].update(artefact.steps or ())
+    return {name: tuple(sorted(found - {0})) for name, found in steps.items()}
 
 
 def shards(study: Study) -> dict[str, tuple[float, ...]]:

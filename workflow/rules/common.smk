@@ -32,7 +32,7 @@ STUDY = chosen_study()
 RESULTS = f"results/{STUDY.name}"
 DATA_DIR = os.environ.get("ERPO_DATA") or STUDY.data_dir
 SHARDS = studies.shards(STUDY)
-MILESTONES = {name: studies.milestones(STUDY, name) for name in STUDY.runs}
+MILESTONES = studies.milestones(STUDY)
 SCORED = studies.scored_cells(STUDY)
 ARTEFACTS = {**STUDY.tables, **STUDY.figures}
 MODELS = dict.fromkeys(run.model for run in STUDY.runs.values())
@@ -259,20 +259,19 @@ def size_of(model):
     return "large" if (entry.parameters_billions or 0) > _SIXTEEN_BILLION else "medium"
 
 
-SIZES = {name: size_of(name) for name in STUDY.models}
+SIZES = {name: size_of(name) for name in MODELS}
 
 
 def machine(*keys):
-    """Resource function: the entry of MACHINES under these keys, for the size of the job's model."""
-
-    def choose(wildcards):
-        model = wildcards.model if "model" in wildcards.keys() else STUDY.runs[wildcards.run].model
-        value = MACHINES[SIZES[model]]
+    """Resource: the entry of MACHINES under these keys for the size of the job's model; one value where all sizes agree."""
+    values = {}
+    for model, size in SIZES.items():
+        values[model] = MACHINES[size]
         for key in keys:
-            value = value[key]
-        return value
-
-    return choose
+            values[model] = values[model][key]
+    if len(set(values.values())) == 1:
+        return values.popitem()[1]
+    return lambda wildcards: values[wildcards.get("model") or STUDY.runs[wildcards.run].model]
 
 
 def supersede(wildcards):
