@@ -18,6 +18,7 @@ from tqdm import tqdm
 from erpo.answers import excess, extract_answer, gold_problem, has_format
 from erpo.equality import Undecided, compare
 from erpo.records import Grade, Verdict
+from erpo.second_opinion import second_opinion
 from erpo.verifier_pool import Decision, Pair, VerifierPool
 
 __all__ = ["CANARIES", "Grader", "check_canaries", "extract_answer", "grade_one", "has_format"]
@@ -107,9 +108,8 @@ class Grader:
 
     def _grade(self, pair: Pair) -> Grade:
         decision = self._decided[pair]
-        if decision.equal is None:
-            return Grade(Verdict.GRADER_ERROR, decision.reason, pair.answer)
-        return Grade(Verdict.CORRECT if decision.equal else Verdict.WRONG, decision.reason, pair.answer)
+        verdict = {True: Verdict.CORRECT, False: Verdict.WRONG, None: Verdict.GRADER_ERROR}[decision.equal]
+        return Grade(verdict, decision.reason, pair.answer, second_opinion(*pair))
 
 
 def _first_look(response: str, gold: str, is_truncated: bool) -> Grade | Pair:

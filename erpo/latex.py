@@ -1,0 +1,130 @@
+r"""LaTeX answers as text: one spelling for what prints the same, and cutting outside brackets. Nothing is evaluated."""
+
+from __future__ import annotations
+
+import re
+from functools import lru_cache
+
+from erpo.answers import closing_brace, unbox
+
+# --- normalisation: text that prints the same becomes the same text -------------------------------------------------------
+
+_UNICODE = str.maketrans(
+    {"−": "-", "–": "-", "—": "-", "×": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ", "÷": "/", "π": r"\pi ", "∞": r"\infty ",
+     "°": r"^\circ ", "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "∪": r"\cup ", "∩": r"\cap ", "∈": r"\in ", "±": r"\pm ",
+     "√": r"\sqrt ", "∅": r"\emptyset ", "½": r"\frac{1}{2}", "¼": r"\frac{1}{4}", "¾": r"\frac{3}{4}", "²": "^2", "³": "^3",
+     "，": ",", "。": ".", "（": "(", "）": ")", "％": "%", "\u00a0": " ", "\u2009": " ", "\u202f": " ", "′": "'", "″": "''"}
+)  # fmt: skip
+
+_REWRITES = tuple(
+    (re.compile(pattern), replacement)
+    for pattern, replacement in (
+        (r"(?<!\\)\\[()\[\]]|(?<!\\)\$", ""),
+        (r"\\(?:left|right|middle)\s*\.", ""),
+        (r"\\(?:left|right|middle|[bB]igg?[lrm]?)(?![a-zA-Z])", ""),
+        (r"(?<=\d)\s*(?:,\s*\\!|\\[,;:! ]|\{,\}|~)\s*(?=\d{3}(?!\d))", ""),
+        (r"\\!", ""),
+        (r"\\[,;:>]|\\ |~|\\q?quad(?![a-zA-Z])|\\(?:en|thin|med|thick)space(?![a-zA-Z])|\\hspace\*?\{[^{}]*\}", " "),
+        (r"\\(?:displaystyle|textstyle|limits|nolimits|strut)(?![a-zA-Z])", " "),
+        (r"\\[dtc]frac(?![a-zA-Z])", r"\\frac"),
+        (r"\\[dt]binom(?![a-zA-Z])", r"\\binom"),
+        (r"\\(?:geqslant|geqq|geq)(?![a-zA-Z])", r"\\ge"),
+        (r"\\(?:leqslant|leqq|leq)(?![a-zA-Z])", r"\\le"),
+        (r"\\(?:neq)(?![a-zA-Z])", r"\\ne"),
+        (r"\\(?:varnothing)(?![a-zA-Z])", r"\\emptyset"),
+        (r"\\lbrace(?![a-zA-Z])", r"\\{"),
+        (r"\\rbrace(?![a-zA-Z])", r"\\}"),
+        (r"\\(?:text(?:rm|bf|it|normal|sf|tt)|mbox|mathrm|emph|operatorname\*?|textup)\s*\{", r"\\text{"),
+        (r"\\text\s+\{", r"\\text{"),
+        (r"\\(?:mathbf|boldsymbol|bm|mathit|mathsf)\s*\{([^{}]*)\}", r"\1"),
+        (r"\\text\{\s*([^\s{}])\s*\}(?=\^|_)", r"\1"),
+        (r"\\degree(?:s)?(?![a-zA-Z])|\^\s*\{\s*\\circ\s*\}|\^\s*\\circ(?![a-zA-Z])", r"^\\circ "),
+        (r"\\%", "%"),
+        (r"\\text\{\s*(?:percent|per cent|pct)\s*\}|(?<=\d)\s+(?:percent|per cent)\b", "%"),
+        (r"\\text\{\s*,?\s*(?:and|or)\s*\}|(?<=[\d\s)}\]]),?\s+(?:and|or)\s+(?![a-z]{2})|\\lor(?![a-zA-Z])", " , "),
+        (r"(?<=\d)\s+(\d+)/(\d+)(?![\d.])", r"\\frac{\1}{\2}"),
+        (r"(?<![\d.])(\d{1,3})((?: \d{3})+)(?![\d.])", lambda found: found[0].replace(" ", "")),
+        (r"(?:(?<=:\d\d)\s*|(?<=\d)\s+)(?:(?=[ap]\.?\s?m\.?\s*$|[AP]\.?\s?M\.?\s*$)([aApP])\.?\s?[mM]\.?)\s*$", r"\\text{\1m}"),
+        (r"\+\s*\\infty", r"\\infty"),
+        (r"(?<![a-zA-Z\\])(?:infinity|\\text\{\s*infinity\s*\})", r"\\infty"),
+        (r"^\s*(?:\\approx|\\simeq|\\sim|=|:)\s*", ""),
+        (r"\s+", " "),
+        (r"(?:,\s*)+,", ","),
+        (r"(?<!\\)[\s.,;:]+$", ""),
+    )
+)
+
+
+@lru_cache(maxsize=20_000)
+def normalise(text: str) -> str:
+    """The same answer with one spelling for layout, sizes, spacing, text commands and digit groups."""
+    text = unbox(text).translate(_UNICODE).strip()
+    for pattern, replacement in _REWRITES:
+        text = pattern.sub(replacement, text)
+    return _brace_arguments(text).strip()
+
+
+def squeeze(text: str) -> str:
+    r"""Normalised text without spaces, text commands and needless braces: equal squeezed texts print the same."""
+    text = re.sub(r"\\text\{([^{}]*)\}", r"\1", normalise(text))
+    text = re.sub(r"([_^])\{(\w)\}", r"\1\2", text)
+    text = re.sub(r"(\\[a-zA-Z]+)\s+(?=[a-zA-Z])", r"\1{}", text)
+    return re.sub(r"\s", "", text)
+
+
+_ARGUMENTS = re.compile(r"\\(frac|binom|sqrt)(?![a-zA-Z])")
+
+
+def _brace_arguments(text: str) -> str:
+    r"""`\frac12`, `\frac{1}2`, `\sqrt2` with braces around every argument."""
+    position = 0
+    while (found := _ARGUMENTS.search(text, position)) is not None:
+        position = found.end()
+        if text[position : position + 1] == "[" and found[1] == "sqrt":
+            position = text.find("]", position) + 1 or len(text)
+        for _ in range(1 if found[1] == "sqrt" else 2):
+            argument = re.compile(r"\s*(\{|\\[a-zA-Z]+|[^\s\\{}^_])").match(text, position)
+            if argument is None:
+                break
+            if argument[1] == "{":
+                end = closing_brace(text, argument.end())
+                if end < 0:
+                    break
+                text, position = text[:position] + text[argument.start(1) :], position + end + 1 - argument.start(1)
+                continue
+            text = f"{text[:position]}{{{argument[1]}}}{text[argument.end() :]}"
+            position += len(argument[1]) + 2
+        position = found.end()
+    return text
+
+
+# --- splitting -----------------------------------------------------------------------------------------------------------
+
+TOKEN = re.compile(r"\\[a-zA-Z]+|\\.|.", re.DOTALL)
+_OPENING = {"{", "(", "[", r"\{", r"\begin", r"\lfloor", r"\lceil", r"\langle"}
+_CLOSING = {"}", ")", "]", r"\}", r"\end", r"\rfloor", r"\rceil", r"\rangle"}
+
+
+def split(text: str, separators: set[str]) -> list[str]:
+    """Cut at separators that are inside no bracket of any sort."""
+    parts, depth, start = [], 0, 0
+    for token in TOKEN.finditer(text):
+        if token[0] in _OPENING:
+            depth += 1
+        elif token[0] in _CLOSING:
+            depth -= 1
+        elif depth == 0 and token[0] in separators:
+            parts.append(text[start : token.start()].strip())
+            start = token.end()
+    return [*parts, text[start:].strip()]
+
+
+def is_one_group(text: str) -> bool:
+    """Whether the first bracket closes with the last character."""
+    depth = 0
+    tokens = list(TOKEN.finditer(text))
+    for index, token in enumerate(tokens):
+        depth += (token[0] in _OPENING) - (token[0] in _CLOSING)
+        if depth <= 0:
+            return index == len(tokens) - 1
+    return False
