@@ -1,0 +1,288 @@
+"""Scores of checkpoints -> values with intervals: per-problem counts once, then every cell of every table and figure.
+
+The order of means is fixed and the same everywhere: over the samples of a problem, over seeds, over the problems of a benchmark
+at one temperature, over temperatures ("swept": a plain mean), over benchmarks (a plain mean). Intervals are a bootstrap over
+problems of the seed-averaged values, within each benchmark; the spread over seeds is given beside them, never mixed in.
+
+Nothing is padded: what is missing is counted as missing, a problem without enough samples has no pass@k, and a mean over
+temperatures or benchmarks of which one has no value at all has no value either.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from erpo.config import Cell, temperature_label
+from erpo.metrics import maj_at_k, pass_at_k
+from erpo.records import Verdict
+
+METADATA = b"erpo"
+"""Key of the facts in a scores file's parquet metadata."""
+
+_COLUMNS = ["benchmark", "query_id", "temperature", "sample_index", "verdict", "correct", "truncated", "flagged", "level"]
+_FRAME_KEYS = ["checkpoint", "problem", "temperature"]
+COUNTS = ("found", "scored", "correct", "truncated", "no_answer", "grader_error", "gold_unparsed")
+"""Per problem and temperature: samples found, samples that say something, and what they say."""
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Counts of all checkpoints on one grid [C checkpoints, P problems, T temperatures]; what is missing counts 0 or is NaN."""
+
+    checkpoints: tuple[Cell, ...]
+    """C checkpoints (run, seed, step), one per file."""
+    problems: pd.DataFrame
+    """P rows: benchmark, query_id, flagged, level; sorted by benchmark and query_id."""
+    temperatures: np.ndarray
+    """T temperatures, ascending."""
+    samples: int
+    """n: samples asked for per problem and temperature."""
+    sizes: dict[str, int]
+    """Number of problems by benchmark, as the scores declare it."""
+    counts: dict[str, np.ndarray]
+    """int64 [C, P, T] by name (COUNTS)."""
+    first: np.ndarray
+    """float64 [C, P, T]: whether sample 0 is correct; NaN where it is missing or not scored."""
+    majority: np.ndarray | None
+    """float64 [C, P, T]: whether the most frequent answer is right; None unless answers were read."""
+    facts: tuple[dict[str, Any], ...]
+    """Metadata of the C files."""
+
+    def rows(self, benchmark: str, clean: bool = False) -> np.ndarray:
+        """Indices of a benchmark's problems; `clean` leaves out flagged ones."""
+        chosen = self.problems["benchmark"].to_numpy() == benchmark
+        return np.flatnonzero(chosen & ~self.problems["flagged"].to_numpy() if clean else chosen)
+
+    def columns(self, temperatures: Iterable[float]) -> np.ndarray:
+        """Indices of temperatures; -1 for one that no file holds."""
+        known = {temperature_label(value): index for index, value in enumerate(self.temperatures)}
+        return np.array([known.get(temperature_label(value), -1) for value in temperatures])
+
+    def of(self, run: str, step: int, seeds: Iterable[int]) -> dict[int, int]:
+        """Index on the first axis by seed, for the seeds that have a file."""
+        known = {cell: index for index, cell in enumerate(self.checkpoints)}
+        return {seed: known[Cell(run, seed, step)] for seed in seeds if Cell(run, seed, step) in known}
+
+
+# --- reading -----------------------------------------------------------------------------------------------------------
+
+
+def read_facts(path: Path) -> dict[str, Any]:
+    """What a scores file says of itself: run, seed, step, study, samples, temperatures, benchmarks, sampling, commit.
+
+    Raises:
+        ValueError: missing, damaged or foreign file.
+    """
+    try:
+        metadata = pq.read_schema(path).metadata or {}
+    except FileNotFoundError as error:
+        raise ValueError(f"no scores at {path}; make them first: snakemake {path}") from error
+    except pa.ArrowInvalid as error:
+        raise ValueError(f"{path} is damaged ({error}); delete it and run: snakemake {path}") from error
+    if METADATA not in metadata:
+        raise ValueError(f"{path} is not a file of scores of this project (no {METADATA.decode()!r} metadata)")
+    return json.loads(metadata[METADATA])
+
+
+def read_scores(paths: Sequence[Path], samples: int, with_answers: bool = False) -> Scores:
+    """Count the samples of every file by problem and temperature.
+
+    Args:
+        paths: scores files, one per checkpoint, in any order.
+        samples: n; samples with a higher index are left out.
+        with_answers: also find the most frequent answer of each problem (needs more time and memory).
+
+    Raises:
+        ValueError: no file, two files of one checkpoint, a sample twice, or checkpoints sampled under different settings.
+    """
+    if not paths:
+        raise ValueError("no scores given; a table of scores needs at least one scores file")
+    facts = [read_facts(path) for path in paths]
+    order = sorted(range(len(paths)), key=lambda index: _cell(facts[index]))
+    facts, paths = [facts[index] for index in order], [paths[index] for index in order]
+    _refuse_mixed(paths, facts)
+    frames = [_count(path, samples, with_answers) for path in paths]
+    return _grid(frames, facts, samples, with_answers)
+
+
+def _cell(facts: Mapping[str, Any]) -> Cell:
+    return Cell(facts["run"], facts["seed"], facts["step"])
+
+
+def _refuse_mixed(paths: Sequence[Path], facts: Sequence[Mapping[str, Any]]) -> None:
+    """Numbers from different sampling settings do not stand side by side."""
+    seen: dict[Cell, Path] = {}
+    for path, fact in zip(paths, facts, strict=True):
+        if _cell(fact) in seen:
+            raise ValueError(f"{seen[_cell(fact)]} and {path} both claim to be {_cell(fact)}; give one of them")
+        seen[_cell(fact)] = path
+        for key in ("sampling", "benchmarks"):
+            here, there = _comparable(fact[key]), _comparable(facts[0][key])
+            if here != there:
+                raise ValueError(
+                    f"{paths[0]} and {path} were evaluated under different settings ({key}: {json.dumps(there)} against "
+                    f"{json.dumps(here)}); evaluate both under the same ones before putting them into one table"
+                )
+
+
+def _comparable(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings that must agree between checkpoints; the end tokens belong to the model."""
+    return {key: value for key, value in settings.items() if key != "stop_ids"}
+
+
+def _count(path: Path, samples: int, with_answers: bool) -> pd.DataFrame:
+    """One row per (benchmark, query_id, temperature) of a file, with its counts."""
+    columns = [*_COLUMNS, "answer"] if with_answers else _COLUMNS
+    texts = [name for name in ("benchmark", "query_id", "verdict", "answer") if name in columns]
+    table = pq.read_table(path, columns=columns, read_dictionary=texts).unify_dictionaries().combine_chunks()
+    table = table.filter(pa.compute.less(table["sample_index"], samples))
+    if table.num_rows == 0:
+        return pd.DataFrame(columns=["benchmark", "query_id", "temperature", "flagged", "level", "first", *COUNTS])
+    group, keys = _groups(table)
+    index = table["sample_index"].to_numpy()
+    if np.bincount(group * samples + index).max() > 1:
+        raise ValueError(f"{path} holds a sample twice (same problem, temperature and sample_index); score it again")
+    frame = keys.assign(first=np.nan, **_tallies(table, group, len(keys)))
+    correct, scored = _flags(table)
+    first = (index == 0) & scored
+    frame.loc[group[first], "first"] = correct[first].astype(float)
+    if with_answers:
+        frame["majority"] = _majorities(table, group, len(keys))
+    return frame
+
+
+def _groups(table: pa.Table) -> tuple[np.ndarray, pd.DataFrame]:
+    """Group number of every row, and the groups' keys: problem (benchmark, query_id) by temperature."""
+    benchmark, names = _codes(table["benchmark"])
+    query, ids = _codes(table["query_id"])
+    values, temperature = np.unique(np.round(table["temperature"].to_numpy(), 4), return_inverse=True)
+    code = (benchmark.astype(np.int64) * len(ids) + query) * len(values) + temperature
+    groups, start, group = np.unique(code, return_index=True, return_inverse=True)
+    problem = groups // len(values)
+    keys = pd.DataFrame(
+        {
+            "benchmark": names[problem // len(ids)],
+            "query_id": ids[problem % len(ids)],
+            "temperature": values[groups % len(values)],
+            "flagged": table["flagged"].to_numpy()[start],
+            "level": table["level"].to_pandas().fillna(0).astype("int8").to_numpy()[start],
+        }
+    )
+    return group, keys
+
+
+def _codes(column: pa.ChunkedArray) -> tuple[np.ndarray, np.ndarray]:
+    """Codes [rows] (-1 for null) and their texts of a dictionary-encoded column."""
+    array = column.combine_chunks() if column.num_chunks != 1 else column.chunk(0)
+    codes = array.indices.fill_null(-1).to_numpy(zero_copy_only=False)
+    return codes, np.array(array.dictionary.to_pylist(), dtype=object)
+
+
+def _flags(table: pa.Table) -> tuple[np.ndarray, np.ndarray]:
+    """Whether each sample is correct, and whether its verdict says anything."""
+    verdict, names = _codes(table["verdict"])
+    scored = np.array([Verdict(name).is_scored for name in names])[verdict]
+    return table["correct"].to_numpy() & scored, scored
+
+
+def _tallies(table: pa.Table, group: np.ndarray, size: int) -> dict[str, np.ndarray]:
+    verdict, names = _codes(table["verdict"])
+    correct, scored = _flags(table)
+    chosen = {"found": np.ones(len(group), bool), "scored": scored, "correct": correct, "truncated": table["truncated"].to_numpy()}
+    for kind in (Verdict.NO_ANSWER, Verdict.GRADER_ERROR, Verdict.GOLD_UNPARSED):
+        chosen[kind.value] = names[verdict] == kind.value
+    return {name: np.bincount(group[flag], minlength=size) for name, flag in chosen.items()}
+
+
+def _majorities(table: pa.Table, group: np.ndarray, size: int) -> np.ndarray:
+    """Whether each group's most frequent answer is right (`maj_at_k` over the samples found)."""
+    correct, scored = _flags(table)
+    codes, _ = _codes(table["answer"])
+    order = np.lexsort((table["sample_index"].to_numpy(), group))
+    starts = np.searchsorted(group[order], np.arange(1, size))
+    answers = np.where(codes >= 0, codes, None)[order]  # codes vote as well as texts
+    marks = np.where(scored, correct, np.nan)[order]
+    return maj_at_k([list(part) for part in np.split(answers, starts)], np.split(marks, starts))
+
+
+def _grid(frames: list[pd.DataFrame], facts: list[dict[str, Any]], samples: int, with_answers: bool) -> Scores:
+    """Lay the counts of all files on one grid."""
+    long = pd.concat([frame.assign(checkpoint=index) for index, frame in enumerate(frames)], ignore_index=True)
+    problems = long.groupby(["benchmark", "query_id"], sort=True)[["flagged", "level"]].max().reset_index()
+    problems["flagged"] = problems["flagged"].astype(bool)
+    rows = pd.MultiIndex.from_frame(problems[["benchmark", "query_id"]])
+    row = rows.get_indexer(pd.MultiIndex.from_frame(long[["benchmark", "query_id"]]))
+    temperatures = np.unique(long["temperature"].to_numpy(dtype=float))
+    at = (long["checkpoint"].to_numpy(), row, np.searchsorted(temperatures, long["temperature"].to_numpy(dtype=float)))
+
+    def dense(name: str, empty: float, kind: type) -> np.ndarray:
+        grid = np.full((len(frames), len(problems), len(temperatures)), empty, dtype=kind)
+        grid[at] = long[name].to_numpy(dtype=kind)
+        return grid
+
+    return Scores(
+        checkpoints=tuple(_cell(fact) for fact in facts),
+        problems=problems,
+        temperatures=temperatures,
+        samples=samples,
+        sizes=dict(facts[0]["benchmarks"]),
+        counts={name: dense(name, 0, np.int64) for name in COUNTS},
+        first=dense("first", np.nan, float),
+        majority=dense("majority", np.nan, float) if with_answers else None,
+        facts=tuple(facts),
+    )
+
+
+# --- metrics of problems -----------------------------------------------------------------------------------------------
+
+
+def metric_label(metric: str, samples: int) -> str:
+    """Heading of a metric: avg@n -> Avg@32, pass@1 -> Pass@1 (estimator), pass@1:first -> Pass@1 (first sample)."""
+    labels = {"pass@1": "Pass@1 (estimator)", "pass@1:first": "Pass@1 (first sample)"}
+    return labels.get(metric, re.sub("@n$", f"@{samples}", metric).capitalize()) if "/" not in metric else metric
+
+
+def needs_answers(metrics: Iterable[str]) -> bool:
+    """Whether a metric is a vote over answers."""
+    return any(metric.startswith("maj@") for metric in metrics)
+
+
+def problem_values(scores: Scores, metric: str) -> np.ndarray:
+    """Metric of every checkpoint, problem and temperature, float64 [C, P, T]; NaN where it is undefined.
+
+    Raises:
+        ValueError: an unknown metric, or a k above n.
+    """
+    scored, correct = scores.counts["scored"], scores.counts["correct"]
+    match = re.fullmatch(r"(avg|pass|maj)@(n|[1-9]\d*)", metric)
+    if metric == "pass@1:first":
+        return scores.first
+    if match is None:
+        raise ValueError(f"unknown metric {metric!r}; there are avg@n, pass@n, pass@1, pass@1:first, pass@K, maj@n")
+    kind, k = match[1], scores.samples if match[2] == "n" else int(match[2])
+    if k > scores.samples or (kind != "pass" and k != scores.samples):
+        allowed = f"K up to n = {scores.samples}" if kind == "pass" else f"{kind}@n (n = {scores.samples})"
+        raise ValueError(f"metric {metric!r}: not possible with the samples there are; use {allowed}")
+    if kind == "maj":
+        assert scores.majority is not None, "answers were not read"
+        return scores.majority
+    if kind == "avg":
+        return np.divide(correct, scored, out=np.full(scored.shape, np.nan), where=scored > 0)
+    return _pass_at_k(scored, correct, k)
+
+
+def _pass_at_k(scored: np.ndarray, correct: np.ndarray, k: int) -> np.ndarray:
+    """One evaluation per distinct (n, c): there are few of them."""
+    pairs, where = np.unique(scored.ravel() * (scored.max() + 1) + correct.ravel(), return_inverse=True)
+    values = pass_at_k(pairs // (scored.max() + 1), pairs % (scored.max() + 1), k)
+    return values[where].reshape(scored.shape)
