@@ -783,7 +783,7 @@ def milestones(study: Study) -> dict[str, tuple[int, ...]]:
     steps = {name: {run.steps} for name, run in study.runs.items()}
     for artefact in (*study.tables.values(), *study.figures.values()):
         for name in runs_of(study, artefact):
-            steps[name].update(artefact.steps or ())
+            steps[name].update(artefact.steps or () if study.runs[name].steps > 0 else ())
     return {name: tuple(sorted(found - {0})) for name, found in steps.items()}
 
 
