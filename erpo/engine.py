@@ -306,7 +306,8 @@ class Engine:
             target.copy_(value)
         elif key is None:
             deepspeed.utils.safe_set_full_fp32_param(parameter, value.to(self.device))
-            if self.machine.zero_stage < 3:
+            # the copy that computes, besides the float32 master
+            with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0, enabled=self.machine.zero_stage == 3):
                 parameter.data.copy_(value)
         else:
             deepspeed.utils.safe_set_full_optimizer_state(parameter, value.to(self.device), key)
