@@ -1,15 +1,15 @@
-"""The sidecar of a table or figure: what it was made of, by what, and at what cost. No time of day, so a rebuild is the same file."""
+"""The sidecar of a table or figure: what it was made of, by what, at what cost. No time of day: a rebuild is the same file."""
 
 from __future__ import annotations
 
 import platform
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from erpo import __version__
-from erpo.aggregate import Scores
+from erpo.aggregate import read_facts
 from erpo.checkpoint import file_hash
 
 _PACKAGES = ("numpy", "pandas", "pyarrow", "matplotlib")
@@ -17,29 +17,24 @@ _SCORE_FACTS = ("policy_hash", "spec_hash", "commit", "versions")
 _MARKER_FACTS = ("policy_hash", "spec_hash", "seconds", "commit", "versions", "hardware", "gpus", "ranks")
 
 
-def describe_inputs(scores: Scores | None, paths: Sequence[Path], markers: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Every input file with its checksum, the checkpoint it is about and what is known of its making."""
-    facts = {(fact["run"], fact["seed"], fact["step"]): fact for fact in (scores.facts if scores else ())}
+def describe_inputs(scores: Sequence[Path], markers: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Every input file with its checksum, the checkpoint it is about and what is known of its making.
+
+    Args:
+        scores: scores files.
+        markers: training markers (`erpo.curves.read_markers`).
+    """
     inputs = []
-    for path in paths:
-        fact = facts[_cell_in(path, facts)]
-        known = {key: fact[key] for key in _SCORE_FACTS if key in fact}
-        inputs.append({"kind": "scores", **_file(path), "run": fact["run"], "seed": fact["seed"], "step": fact["step"], **known})
+    for path in scores:
+        inputs.append({"kind": "scores", **_file(path), **_chosen(read_facts(path), _SCORE_FACTS)})
     for marker in markers:
         log = marker["path"].parent / marker["metrics"]
-        known = {key: marker[key] for key in _MARKER_FACTS if key in marker}
-        where = {key: marker[key] for key in ("run", "seed", "step")}
-        inputs.append({"kind": "training", **_file(marker["path"]), "log_sha256": file_hash(log), **where, **known})
+        inputs.append({"kind": "training", **_file(marker["path"]), "log_sha256": file_hash(log), **_chosen(marker, _MARKER_FACTS)})
     return sorted(inputs, key=lambda entry: (entry["kind"], entry["run"], entry["seed"], entry["step"]))
 
 
-def _cell_in(path: Path, facts: Iterable[tuple[str, int, int]]) -> tuple[str, int, int]:
-    from erpo.aggregate import read_facts
-
-    fact = read_facts(path)
-    cell = (fact["run"], fact["seed"], fact["step"])
-    assert cell in set(facts)
-    return cell
+def _chosen(facts: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    return {name: facts[name] for name in ("run", "seed", "step", *names) if name in facts}
 
 
 def _file(path: Path) -> dict[str, str]:
