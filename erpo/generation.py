@@ -1,0 +1,473 @@
+"""Responses from a policy: token ids in, token ids and their log-probs out. The generator protocol and the package's own sampler.
+
+A sample depends on the weights, the prompt, the sampling parameters and its own seed, on nothing else: not on the other rows of the
+batch, their order, the batch size or any global random state (up to float noise of the forward pass). Every draw inverts the
+cumulative distribution at one uniform number that is a pure function of (seed, position).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer
+
+from erpo.records import Rollout
+
+logger = logging.getLogger(__name__)
+
+_DRAW_ELEMENTS = 1 << 24
+"""Most logits per chunk of a draw: bounds its float64 temporaries to about 0.3 GiB whatever the vocabulary."""
+
+_PREFILL_TOKENS = 1 << 15
+"""Most padded prompt tokens in one prefill forward."""
+
+_REFILL_SHARE = 8
+"""Free slots are filled again when they are at least 1/8 of all: small prefills would cost more than idle slots."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How responses are drawn. Nothing else has a say: a checkpoint's generation_config is never read."""
+
+    temperature: float
+    """0: greedy."""
+    top_p: float
+    """Nucleus: smallest set of tokens with at least this probability; 1: off."""
+    max_tokens: int
+    """A response is cut here."""
+    stop_ids: tuple[int, ...]
+    """Every one of them ends a response and belongs to it."""
+
+    def __post_init__(self) -> None:
+        if not self.temperature >= 0:
+            raise ValueError(f"temperature is {self.temperature}; it must be 0 (greedy) or larger")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p is {self.top_p}; it must be above 0 and at most 1 (off)")
+        if self.max_tokens < 1:
+            raise ValueError(f"max_tokens is {self.max_tokens}; a response needs at least one token")
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A prompt and the seeds of its samples, one response each."""
+
+    query_id: str
+    prompt_ids: tuple[int, ...]
+    seeds: tuple[int, ...]
+    first_index: int = 0
+    """Sample index of the first seed."""
+
+
+class Generator(Protocol):
+    """An engine that samples."""
+
+    def generate(
+        self, requests: Sequence[Request], sampling: Sampling, progress: Callable[[int], None] | None = None
+    ) -> list[list[Rollout]]:
+        """One list of rollouts per request, in order. `progress` is told the number of finished responses now and then."""
+        ...
+
+    def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Take over new weights; rollouts carry `version` from now on."""
+        ...
+
+    def sleep(self) -> None:
+        """Give memory back until `wake`."""
+        ...
+
+    def wake(self) -> None:
+        """Be ready to generate."""
+        ...
+
+
+# --- random numbers ----------------------------------------------------------------------------------------------------
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+
+
+def uniforms(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """Uniform numbers (float64 [N], strictly between 0 and 1) for uint64 seeds and positions: the SplitMix64 stream of the mixed seed.
+
+    Counter-based: any position of any stream at once, without a generator state. Reference: Steele, Lea and Flood, OOPSLA 2014.
+    """
+    state = _mix(seeds) + (positions.astype(np.uint64) + np.uint64(1)) * _GOLDEN
+    return ((_mix(state) >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
+
+
+def _mix(x: np.ndarray) -> np.ndarray:
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def draw(logits: Tensor, uniform: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
+    """Tokens (int64 [B]) drawn from logits [B, V] and their log-probs (float32 [B]) under the distribution they were drawn from.
+
+    Temperature 0 takes the most likely token and reports its log-prob at temperature 1.
+
+    Args:
+        logits: any float dtype; computed in float32, the cumulative distribution in float64.
+        uniform: float64 [B].
+        sampling: temperature and top_p.
+    """
+    rows = max(1, _DRAW_ELEMENTS // logits.shape[-1])
+    parts = [_draw_rows(logits[i : i + rows].float(), uniform[i : i + rows], sampling) for i in range(0, len(logits), rows)]
+    return torch.cat([tokens for tokens, _ in parts]), torch.cat([logprobs for _, logprobs in parts])
+
+
+def _draw_rows(logits: Tensor, uniform: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
+    if sampling.temperature == 0:
+        logprobs = torch.log_softmax(logits, -1)
+        tokens = logits.argmax(-1, keepdim=True)
+    else:
+        logprobs = torch.log_softmax(logits / sampling.temperature, -1)
+        if sampling.top_p < 1:
+            logprobs = _nucleus(logprobs, sampling.top_p)
+        cumulative = logprobs.exp().cumsum(-1, dtype=torch.float64)
+        threshold = uniform.unsqueeze(-1) * cumulative[:, -1:]
+        tokens = torch.searchsorted(cumulative, threshold, right=True).clamp(max=logits.shape[-1] - 1)
+    return tokens.squeeze(-1), logprobs.gather(-1, tokens).squeeze(-1)
+
+
+def _nucleus(logprobs: Tensor, top_p: float) -> Tensor:
+    """Log-probs of the most likely tokens that together reach top_p, renormalised; -inf elsewhere."""
+    ordered, order = logprobs.sort(-1, descending=True)
+    before = ordered.exp().cumsum(-1, dtype=torch.float64) - ordered.exp()
+    kept = torch.empty_like(order, dtype=torch.bool).scatter_(-1, order, before < top_p)
+    return torch.log_softmax(logprobs.masked_fill(~kept, float("-inf")), -1)
+
+
+# --- keys and values of the running rows -------------------------------------------------------------------------------
+
+
+class _SlotLayer(CacheLayerMixin):
+    """Keys and values [slots, heads, columns, dim] of one layer, written in place; attention reads a view of the window."""
+
+    is_sliding = False  # all columns are kept; a sliding layer masks them itself
+
+    def __init__(self, slots: _Slots) -> None:
+        super().__init__()
+        self.slots = slots
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        s = self.slots
+        self.keys[: s.rows, :, s.end : s.end + 1] = key_states
+        self.values[: s.rows, :, s.end : s.end + 1] = value_states
+        window = (slice(s.rows), slice(None), slice(s.start, s.end + 1))
+        return self.keys[window], self.values[window]
+
+    def get_seq_length(self) -> int:
+        return self.slots.end - self.slots.start
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.get_seq_length() + query_length, 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing to do: `_Slots.admit` allocates."""
+
+
+class _Slots:
+    """The key-value cache: rows occupy slots 0 to `rows`, all end at column `end`; a shorter row begins at a later column.
+
+    Finished rows are closed by moving the last rows into their slots, so nothing but the moved rows is ever copied.
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        self.num_slots, self.rows, self.start, self.end = num_slots, 0, 0, 0
+        self.cache = Cache(layers=[])
+
+    def admit(self, prefilled: DynamicCache, source: Tensor) -> None:
+        """Add one row for each entry of `source` (row of the prefilled cache, whose prompts are left-padded)."""
+        width = prefilled.get_seq_length()
+        if not self.cache.layers:
+            self.cache.layers += [_SlotLayer(self) for _ in prefilled.layers]
+        if self.rows == 0:
+            self.start, self.end = 0, width
+        if self.end < width or self._columns <= self.end:
+            self._relocate(width, prefilled)
+        rows, columns = slice(self.rows, self.rows + len(source)), slice(self.end - width, self.end)
+        for layer, fresh in zip(self.cache.layers, prefilled.layers, strict=True):
+            layer.keys[rows, :, columns] = fresh.keys[source]
+            layer.values[rows, :, columns] = fresh.values[source]
+        self.rows += len(source)
+        self.start = min(self.start, self.end - width)
+
+    def advance(self) -> None:
+        """Count the column that the last forward wrote, and make room for the next."""
+        self.end += 1
+        if self._columns <= self.end:
+            self._relocate(0)
+
+    def close(self, holes: np.ndarray, tails: np.ndarray, rows: int) -> None:
+        """Move the rows `tails` into the slots `holes`; `rows` remain."""
+        for layer in self.cache.layers if len(holes) else ():
+            layer.keys[holes] = layer.keys[tails]
+            layer.values[holes] = layer.values[tails]
+        self.rows = rows
+
+    @property
+    def _columns(self) -> int:
+        return 0 if self.cache.layers[0].keys is None else self.cache.layers[0].keys.shape[2]
+
+    def _relocate(self, width: int, like: DynamicCache | None = None) -> None:
+        """Move the window into buffers of a quarter more than its width (or `width`), right end kept, with the free room after it."""
+        held = self.end - self.start
+        taken = max(held, width)
+        for number, layer in enumerate(self.cache.layers):
+            for name in ("keys", "values"):
+                old = getattr(layer, name)
+                template = old if old is not None else getattr(like.layers[number], name)  # pyright: ignore
+                _, heads, _, dim = template.shape
+                # Zeros, not garbage: masked columns are multiplied by 0, and 0 x nan would not be 0.
+                new = template.new_zeros(self.num_slots, heads, taken + taken // 4 + 32, dim)
+                if old is not None and self.rows:
+                    new[: self.rows, :, taken - held : taken] = old[: self.rows, :, self.start : self.end]
+                setattr(layer, name, new)
+        self.start, self.end = taken - held, taken
+
+
+# --- the sampler -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """Samples of one request that start together."""
+
+    prompt_ids: tuple[int, ...]
+    rows: np.ndarray
+    """int64: numbers of the responses in the order of the output."""
+    seeds: np.ndarray
+    """uint64."""
+
+
+class _Running:
+    """Numbers of the running rows, one entry a slot; kept on the CPU."""
+
+    def __init__(self) -> None:
+        self.row = np.empty(0, np.int64)
+        self.seed = np.empty(0, np.uint64)
+        self.drawn = np.empty(0, np.int64)  # tokens drawn so far
+        self.prompt = np.empty(0, np.int64)  # prompt length
+
+    def add(self, jobs: Sequence[_Job]) -> None:
+        self.row = np.concatenate([self.row, *(job.rows for job in jobs)])
+        self.seed = np.concatenate([self.seed, *(job.seeds for job in jobs)])
+        self.prompt = np.concatenate([self.prompt, *(np.full(len(job.rows), len(job.prompt_ids)) for job in jobs)])
+        self.drawn = np.concatenate([self.drawn, *(np.zeros(len(job.rows), np.int64) for job in jobs)])
+
+    def keep(self, slots: np.ndarray) -> None:
+        self.row, self.seed = self.row[slots], self.seed[slots]
+        self.prompt, self.drawn = self.prompt[slots], self.drawn[slots]
+
+
+class PolicySampler:
+    """Batched sampling from any Hugging Face causal language model, on CPU or GPU, with a key-value cache.
+
+    Each prompt is read once and shared by its samples; finished rows leave the batch at once and waiting ones take their slots.
+
+    Args:
+        model: the policy; used as it is, in evaluation mode and without gradients.
+        batch_rows: responses in progress at the same time.
+    """
+
+    def __init__(self, model: nn.Module, batch_rows: int = 256) -> None:
+        self.model, self.batch_rows, self.version = model, batch_rows, 0
+
+    def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Copy the tensors into the model (none where it is the trained module itself) and stamp rollouts with `version`."""
+        own = dict(self.model.named_parameters(remove_duplicate=False))
+        with torch.no_grad():
+            for name, tensor in named_tensors:
+                if name not in own:
+                    raise ValueError(
+                        f"the sampler's model has no parameter {name!r}; it must have the trained model's architecture"
+                    )
+                own[name].copy_(tensor)
+        self.version = version
+
+    def sleep(self) -> None:
+        """Nothing is held between calls."""
+
+    def wake(self) -> None:
+        """Nothing to do."""
+
+    @torch.no_grad()
+    def generate(
+        self, requests: Sequence[Request], sampling: Sampling, progress: Callable[[int], None] | None = None
+    ) -> list[list[Rollout]]:
+        """Sample every request. See `Generator.generate`.
+
+        Raises:
+            ValueError: an empty prompt.
+            FloatingPointError: the policy's logits are not finite.
+        """
+        waiting = deque(_jobs(requests, self.batch_rows))
+        total = sum(len(job.rows) for job in waiting)
+        found = []
+        with _evaluation_mode(self.model):
+            batch = _Batch(self.model, min(self.batch_rows, total), sampling)
+            for drawn in batch.run(waiting):
+                found.append(drawn)
+                if progress is not None:
+                    progress(total - len(batch.running.row) - sum(len(job.rows) for job in waiting))
+        return _rollouts(requests, found, sampling, self.version)
+
+
+def _jobs(requests: Sequence[Request], batch_rows: int) -> list[_Job]:
+    """Requests in chunks of at most `batch_rows` samples, longest prompts first: later prompts then fit the window as it is."""
+    jobs, row = [], 0
+    for request in requests:
+        if not request.prompt_ids:
+            raise ValueError(f"query {request.query_id} has an empty prompt; the policy needs at least one token to start from")
+        seeds = np.array(request.seeds, dtype=np.uint64)
+        rows = np.arange(row, row + len(seeds))
+        row += len(seeds)
+        for i in range(0, len(seeds), batch_rows):
+            jobs.append(_Job(request.prompt_ids, rows[i : i + batch_rows], seeds[i : i + batch_rows]))
+    return sorted(jobs, key=lambda job: -len(job.prompt_ids))
+
+
+@contextmanager
+def _evaluation_mode(model: nn.Module) -> Iterator[None]:
+    was_training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(was_training)
+
+
+class _Batch:
+    """The rows in progress: prefill, decode one token for all, drop the finished, admit the waiting."""
+
+    def __init__(self, model: nn.Module, num_slots: int, sampling: Sampling) -> None:
+        self.model, self.num_slots, self.sampling = model, num_slots, sampling
+        self.device = next(model.parameters()).device
+        self.stops = np.array(sampling.stop_ids, dtype=np.int64)
+        self.slots, self.running = _Slots(num_slots), _Running()
+        self.pending = torch.empty(0, dtype=torch.long, device=self.device)  # last token of each row, not yet in the cache
+
+    def run(self, waiting: deque[_Job]) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+        """Yield (response number, token, log-prob) of every draw until all responses are finished."""
+        while waiting or len(self.running.row):
+            jobs = self._next_jobs(waiting)
+            if jobs:
+                yield self._prefill(jobs)
+            elif len(self.running.row):
+                yield self._decode()
+
+    def _next_jobs(self, waiting: deque[_Job]) -> list[_Job]:
+        free = self.num_slots - len(self.running.row)
+        jobs: list[_Job] = []
+        if free < self.num_slots / _REFILL_SHARE:
+            return jobs
+        while (
+            waiting and len(waiting[0].rows) <= free and (len(jobs) + 1) * len((*jobs, waiting[0])[0].prompt_ids) <= _PREFILL_TOKENS
+        ):
+            jobs.append(waiting.popleft())
+            free -= len(jobs[-1].rows)
+        if not jobs and waiting and not len(self.running.row):
+            jobs.append(waiting.popleft())
+        return jobs
+
+    def _prefill(self, jobs: Sequence[_Job]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Read the prompts of `jobs`, copy their keys and values to their rows, draw the first token of each row."""
+        lengths = np.array([len(job.prompt_ids) for job in jobs])
+        width = int(lengths.max())
+        ids = np.zeros((len(jobs), width), dtype=np.int64)
+        for i, job in enumerate(jobs):
+            ids[i, width - lengths[i] :] = job.prompt_ids
+        columns = np.arange(width) - (width - lengths)[:, None]  # position of each column, negative on padding
+        mask = None if (lengths == width).all() else self._tensor((columns >= 0).astype(np.int64))
+        cache = DynamicCache()
+        logits = self._forward(self._tensor(ids), mask, self._tensor(columns.clip(min=0)), cache)
+        if not all(type(layer) is DynamicLayer for layer in cache.layers):
+            raise ValueError(
+                f"{type(self.model).__name__} keeps more than keys and values (a recurrent state?): the package's sampler cannot run it"
+            )
+        source = self._tensor(np.repeat(np.arange(len(jobs)), [len(job.rows) for job in jobs]))
+        self.slots.admit(cache, source)
+        first = len(self.running.row)
+        self.running.add(jobs)
+        return self._draw(logits[source], first)
+
+    def _decode(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """One more token for every row."""
+        running, slots = self.running, self.slots
+        begins = slots.end - running.prompt - running.drawn + 1  # column of each row's first token
+        slots.start = int(begins.min())
+        columns = np.arange(slots.start, slots.end + 1)
+        mask = None if (begins == slots.start).all() else self._tensor((columns >= begins[:, None]).astype(np.int64))
+        positions = self._tensor((running.prompt + running.drawn - 1)[:, None])
+        logits = self._forward(self.pending[:, None], mask, positions, slots.cache)
+        slots.advance()
+        return self._draw(logits, 0)
+
+    def _forward(self, ids: Tensor, mask: Tensor | None, positions: Tensor, cache: Cache) -> Tensor:
+        """Logits [B, V] after the last token of each row."""
+        output = self.model(
+            input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True, logits_to_keep=1
+        )
+        return output.logits[:, -1]
+
+    def _draw(self, logits: Tensor, first: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Draw for the rows from slot `first` on; rows that are finished thereby give up their slots."""
+        running = self.running
+        uniform = uniforms(running.seed[first:], running.drawn[first:])
+        tokens, logprobs = draw(logits, self._tensor(uniform), self.sampling)
+        drawn = running.row[first:], tokens.cpu().numpy(), logprobs.cpu().numpy()
+        if not np.isfinite(drawn[2]).all():
+            raise FloatingPointError("the policy's logits are not finite: its weights are damaged or overflow in this precision")
+        running.drawn[first:] += 1
+        self.pending = torch.cat([self.pending[:first], tokens])
+        done = np.zeros(len(running.row), dtype=bool)
+        done[first:] = np.isin(drawn[1], self.stops) | (running.drawn[first:] >= self.sampling.max_tokens)
+        if done.any():
+            self._drop(done)
+        return drawn
+
+    def _drop(self, done: np.ndarray) -> None:
+        """Close finished rows: the last living rows move into their slots."""
+        rows = int((~done).sum())
+        holes = np.flatnonzero(done[:rows])
+        tails = rows + np.flatnonzero(~done[rows:])
+        order = np.arange(rows)
+        order[holes] = tails
+        self.slots.close(holes, tails, rows)
+        self.running.keep(order)
+        self.pending = self.pending[self._tensor(order)]
+
+    def _tensor(self, array: np.ndarray) -> Tensor:
+        return torch.from_numpy(array).to(self.device)
+
+
+def _rollouts(
+    requests: Sequence[Request], found: Sequence[tuple[np.ndarray, np.ndarray, np.ndarray]], sampling: Sampling, version: int
+) -> list[list[Rollout]]:
+    """Draws in order of time -> one rollout a response."""
+    empty = (np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0, np.float32))
+    rows, tokens, logprobs = (np.concatenate(parts) for parts in zip(empty, *found, strict=True))
+    order = np.argsort(rows, kind="stable")
+    ends = np.cumsum(np.bincount(rows, minlength=sum(len(r.seeds) for r in requests)))[:-1]
+    ids = np.split(tokens[order].astype(np.int32), ends)
+    values = np.split(logprobs[order], ends)
+    stops, row, groups = set(sampling.stop_ids), 0, []
+    for request in requests:
+        group = []
+        for number in range(len(request.seeds)):
+            reason = "stop" if int(ids[row][-1]) in stops else "length"
+            group.append(Rollout(request.query_id, request.first_index + number, ids[row], values[row], reason, version))
+            row += 1
+        groups.append(group)
+    return groups
