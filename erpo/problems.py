@@ -42,7 +42,7 @@ class Problem:
 class Ref(NamedTuple):
     """The result of an earlier step."""
 
-    index: int
+    step: int
 
 
 Operand = int | Ref
@@ -71,8 +71,8 @@ _NAMES = ("Anna", "Ben", "Carl", "Dora", "Emil", "Fay")
 _THINGS = ("apples", "books", "coins", "stamps", "pens", "shells")
 _EVENTS = {"+": ("finds {}", "buys {}", "wins {}"), "-": ("loses {}", "sells {}", "gives away {}")}
 _MULTIPLES = {2: "doubles them", 3: "triples them"}
-_WORD_STARTS = ("{} has {} {}", "{} owns {} {}")
-_WORD_ENDS = ("How many {} now?", "How many {} are left?")
+_STORY_STARTS = ("{} has {} {}", "{} owns {} {}")
+_STORY_ENDS = ("How many {} now?", "How many {} are left?")
 _VARIABLES = ("x", "y", "n", "t")
 _LINEAR = ("Solve {}.", "Find {} if {}.", "If {}, what is {}?")
 _MODULAR = ("Find {} mod {}.", "What is {} mod {}?", "Remainder of {} divided by {}?")
@@ -86,7 +86,7 @@ def vocabulary() -> list[str]:
     phrases = (
         *_CHAIN_STARTS,
         *(phrase for group in (_CHAIN_OPS, _EVENTS) for phrases in group.values() for phrase in phrases),
-        *(*_NAMES, *_THINGS, *_MULTIPLES.values(), *_WORD_STARTS, *_WORD_ENDS, *_VARIABLES),
+        *(*_NAMES, *_THINGS, *_MULTIPLES.values(), *_STORY_STARTS, *_STORY_ENDS, *_VARIABLES),
         *(*_LINEAR, *_MODULAR, *_SEQUENCE, *_SEQUENCE_SECOND),
     )
     words = re.findall(r"[A-Za-z]+", " ".join(phrases))
@@ -112,7 +112,7 @@ def _work_out(steps: Sequence[Step], noise: float = 0.0, rng: Random | None = No
     results: list[int] = []
     lines = []
     for step in steps:
-        left, right = (results[x.index] if isinstance(x, Ref) else x for x in (step.left, step.right))
+        left, right = (results[x.step] if isinstance(x, Ref) else x for x in (step.left, step.right))
         result = _apply(step.op, left, right)
         if rng is not None:
             result = min(max(result, 0), LARGEST)
@@ -179,13 +179,13 @@ def _chain(rng: Random, level: int) -> Draft:
     return Draft(f"{rng.choice(_CHAIN_STARTS).format(start)}, {_spell_chain(rng, steps)}.", steps)
 
 
-def _word(rng: Random, level: int) -> Draft:
+def _story(rng: Random, level: int) -> Draft:
     start = rng.randint(5, 10 * level + 20)
     steps = _chain_steps(rng, start, start, level, level, 0, largest_factor=max(_MULTIPLES))
     name, thing = rng.choice(_NAMES), rng.choice(_THINGS)
     events = [_MULTIPLES[s.right] if s.op == "*" else rng.choice(_EVENTS[s.op]).format(s.right) for s in steps]  # type: ignore[index]
-    opening = rng.choice(_WORD_STARTS).format(name, start, thing)
-    return Draft(f"{opening}, {', '.join(events)}. {rng.choice(_WORD_ENDS).format(thing)}", steps)
+    opening = rng.choice(_STORY_STARTS).format(name, start, thing)
+    return Draft(f"{opening}, {', '.join(events)}. {rng.choice(_STORY_ENDS).format(thing)}", steps)
 
 
 def _linear(rng: Random, level: int) -> Draft:
@@ -317,7 +317,7 @@ def _combined(rng: Random, level: int) -> Draft:
 
 FAMILIES: dict[str, Callable[[Random, int], Draft]] = {
     "chain": _chain,
-    "word": _word,
+    "story": _story,
     "linear": _linear,
     "modular": _modular,
     "sequence": _sequence,
@@ -390,14 +390,10 @@ def _fill(
         assert 0 <= answer <= LARGEST, draft
         if draft.text in problems or split_of(lines) != split:
             continue
-        if noise > 0:
-            lines, boxed = _work_out(draft.steps, noise, annotator)
-        else:
-            boxed = answer
+        lines, boxed = _work_out(draft.steps, noise, annotator) if noise > 0 else (lines, answer)
         problems[draft.text] = Problem(draft.text, str(answer), _solution(lines, boxed), level, family)
         added += 1
-    if added < count:
-        raise ValueError(
-            f"size: {entry.size} problems need {count} of family {family!r} at level {level}, but split {split!r} has only "
-            f"about {added}; ask for fewer problems or for more families and levels"
-        )
+    raise ValueError(
+        f"size: {entry.size} problems need {count} of family {family!r} at level {level}, but split {split!r} has only "
+        f"about {added}; ask for fewer problems or for more families and levels"
+    )

@@ -86,14 +86,18 @@ def render_prompt(tokenizer: PreTrainedTokenizerBase, problem: str, suffix: str)
         rendered = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         assert isinstance(rendered, str)
         text = rendered
-    ids = _with_one_bos(tokenizer, tokenizer(text, add_special_tokens=False)["input_ids"])
+    ids = _with_one_bos(tokenizer, _encode(tokenizer, text))
     _refuse_unknown(tokenizer, ids, text)
     return tuple(ids)
 
 
+def _encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    return list(map(int, tokenizer(text, add_special_tokens=False)["input_ids"]))
+
+
 def _with_one_bos(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[int]:
     bos = tokenizer.bos_token_id
-    if bos is None:
+    if not isinstance(bos, int):
         return ids
     starts_with_bos = bool(ids) and ids[0] == bos
     while len(ids) > 1 and ids[0] == ids[1] == bos:
