@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 BOX = "\\boxed"
@@ -101,51 +103,67 @@ def has_format(response: str) -> bool:
     return bool(found) and extract_answer(rest).answer is not None
 
 
-_PLACEHOLDERS = re.compile(
-    r"none|null|nan|n/?a|unknown|unavailable|tbd|todo|\?+|-+|\.+|"
-    r"(please )?(see|refer to|as shown in|shown in)( the)?( \w+)?( (above|below|attached))?",
-    re.IGNORECASE,
+_MISSING_VALUE = re.compile(r"none|null|nan|n/?a|unknown|unavailable|tbd|todo|[?.-]+", re.IGNORECASE)
+"""What a program or a hurried hand writes for no label; as a word answer (`\\text{none}`) it is one."""
+_POINTER = re.compile(
+    r"\W*(?:please |as )?(?:see|refer to|shown in)\b.*|.*\b(?:not available|not provided|no answer)\b.*", re.IGNORECASE
+)
+"""A label that points elsewhere: `see figure`."""
+_LACKS_ARGUMENT = re.compile(
+    r"\\[dtc]?frac\s*(?:\{\s*\}|$)|\\[dtc]?frac\s*\{[^{}]*\}\s*(?:\{\s*\}|$)|\\sqrt\s*(?:\{\s*\}|$)|(?<!\\)\\$|[\^_]\s*$"
 )
 
 
+@lru_cache(maxsize=50_000)
 def gold_problem(gold: str) -> str:
     """Why nothing can be graded against this gold answer; empty where it is fine.
 
-    Unreadable are: nothing, a placeholder (`None`, `n/a`, `see figure`), unbalanced braces, a command without its arguments.
+    Unreadable are: nothing, a missing value (`None`, `n/a`), a pointer (`see figure`), unbalanced brackets, a command
+    without its arguments.
     """
-    text = re.sub(r"\\(?:text|mathrm|mbox|textbf|textrm)\s*\{([^{}]*)\}", r"\1", gold.strip().strip("$")).strip()
-    if _content(text).answer is None:
+    if _content(gold.strip()).answer is None:
         return "empty gold"
-    if _PLACEHOLDERS.fullmatch(text.strip(" .")):
+    words = re.sub(r"\\(?:text|mathrm|mbox|textbf|textrm)\s*\{([^{}]*)\}", r"\1", gold)
+    if _MISSING_VALUE.fullmatch(gold.strip(" $.")) or (words != gold and re.fullmatch(r"\s*[nN]/?[aA]\s*", words)):
         return "placeholder gold"
+    if _POINTER.fullmatch(words.strip(" $")):
+        return "gold that points elsewhere"
     if not is_balanced(gold):
-        return "gold with unbalanced braces"
-    if re.search(r"\\[dt]?frac\s*(\{\s*\}|$)|\\frac\s*\{[^{}]*\}\s*(\{\s*\}|$)|\\sqrt\s*(\{\s*\}|$)|\\$", text):
-        return "gold with a command that lacks its arguments"
-    return ""
+        return "gold with unbalanced brackets"
+    return "gold with a command that lacks its arguments" if _LACKS_ARGUMENT.search(gold.strip(" $")) else ""
 
 
 def is_balanced(text: str) -> bool:
-    """Whether every brace has its partner."""
-    depth = 0
-    for token in re.findall(r"\\.|[{}]", text, re.DOTALL):
-        depth += (token == "{") - (token == "}")
-        if depth < 0:
+    """Whether every brace has its partner, and brackets pair up in number (`[0,1)` is fine)."""
+    braces = brackets = 0
+    for token in re.findall(r"\\[a-zA-Z]+|\\.|[{}()\[\]]", text, re.DOTALL):
+        braces += (token == "{") - (token == "}")
+        brackets += (token in "([") - (token in ")]")
+        if braces < 0:
             return False
-    return depth == 0
+    return braces == 0 == brackets
 
 
 def excess(answer: str) -> str:
     """Which limit an answer breaks before anything tries to read it; empty where none."""
     if len(answer) > MAX_ANSWER_CHARS:
-        return f"answer longer than {MAX_ANSWER_CHARS} characters"
+        return f"longer than {MAX_ANSWER_CHARS} characters"
     if _nesting(answer) > MAX_NESTING:
         return f"nested deeper than {MAX_NESTING}"
-    if re.search(rf"\d{{{MAX_EXPONENT_DIGITS + 1},}}\s*[)}}]*\s*!|!\s*[)}}]*\s*!", answer):
+    flat = re.sub(r"\\left|\\right|[{}()\s]", "", answer.replace("**", "^"))
+    if re.search(rf"\d{{{MAX_EXPONENT_DIGITS + 1},}}!|!!|\^\d+!", flat) or re.search(r"!\s*[)}]+\s*!", answer):
         return "factorial too large"
-    if re.search(rf"\^\s*\{{?\s*[-+]?\d{{{MAX_EXPONENT_DIGITS + 1},}}|\^\s*\{{?[^{{}}]*\d+\s*\^", answer):
+    is_tower = any(_tower_digits(*found) > MAX_EXPONENT_DIGITS for found in re.findall(r"(?<=\^)(\d+)\^(\d+)", flat))
+    if is_tower or re.search(rf"\^[-+]?\d{{{MAX_EXPONENT_DIGITS + 1},}}", flat):
         return "exponent too large"
     return ""
+
+
+def _tower_digits(base: str, exponent: str) -> float:
+    """Decimal digits of base ** exponent, both given in digits."""
+    if len(base) > MAX_EXPONENT_DIGITS or len(exponent) > MAX_EXPONENT_DIGITS:
+        return math.inf
+    return int(exponent) * math.log10(max(1, int(base)))
 
 
 def _nesting(text: str) -> int:

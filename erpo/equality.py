@@ -80,7 +80,7 @@ def _compare_one(gold: str, answer: str, leaf: Leaf) -> Equality:
 
 
 _LABEL = re.compile(r"\\text\{\s*\(?([A-J])(?:\)|[.:]|\))\s*\}\s*(?P<rest>\S.*)|\(([A-J])\)\s+(?P<text>[^\s+*/^(-].*)")
-_CHOICE = re.compile(r"\(?\s*(?:\\text\{\s*)?\(?([A-Ja-j])\)?[.:]?(?:\s*\})?\s*\)?[.:]?")
+_CHOICE = re.compile(r"(?:option|choice|answer)?\s*\(?\s*(?:\\text\{\s*)?\(?([A-Ja-j])\)?[.:]?(?:\s*\})?\s*\)?[.:]?", re.IGNORECASE)
 
 
 def choice_letter(text: str) -> str:
@@ -107,9 +107,10 @@ def _compare(gold: Reading, answer: Reading, leaf: Leaf) -> Equality:
         outcome = rule(gold, answer, leaf)
         if outcome is not None:
             return outcome
-    if units_differ(gold.unit, answer.unit):
+    in_radians = _in_radians(gold, answer)
+    if in_radians is None and units_differ(gold.unit, answer.unit):
         return Equality(False, "different units")
-    equal = _degrees_equal(gold, answer, leaf) or leaf(gold.latex, answer.latex)
+    equal = (in_radians is not None and leaf(*in_radians)) or leaf(gold.latex, answer.latex)
     return Equality(equal, "equivalent" if equal else "not equivalent")
 
 
@@ -217,8 +218,9 @@ def _order_matters(gold: Reading, answer: Reading) -> bool:
     """Values given by name on one side only, and lists of words (rankings), are compared in order."""
     named = [all(item.kind == "assignment" for item in side.items) for side in (gold, answer)]
     distinct = len({item.name for side in (gold, answer) for item in side.items if item.kind == "assignment"}) > 1
-    words = all(item.kind == "words" and len(item.name) > 1 for side in (gold, answer) for item in side.items)
-    return (named[0] != named[1] and distinct) or words
+    items = [*gold.items, *answer.items]
+    words = all(len(item.name) > 1 if item.kind == "words" else re.fullmatch(r"[a-zA-Z]{2,}", item.latex) for item in items)
+    return (named[0] != named[1] and distinct) or (words and any(item.kind == "words" for item in items))
 
 
 def _in_order(gold: tuple[Reading, ...], answer: tuple[Reading, ...], leaf: Leaf) -> Equality:
@@ -329,11 +331,11 @@ def numbers_agree(left: Fraction, right: Fraction, *, is_rounded: bool) -> bool:
     return gap <= ROUNDING and gap <= RELATIVE_ROUNDING * max(abs(left), abs(right))
 
 
-def _degrees_equal(gold: Reading, answer: Reading, leaf: Leaf) -> bool:
-    r"""`45^\circ` against `\frac{\pi}{4}`: an angle in degrees equals its radians where the other side is written with pi."""
+def _in_radians(gold: Reading, answer: Reading) -> tuple[str, str] | None:
+    r"""`45^\circ` against `\frac{\pi}{4}`: both in radians where one side is in degrees and the other written with pi."""
     for angle, other in ((gold, answer), (answer, gold)):
         in_degrees = angle.value is not None and canonical_unit(angle.unit) == "degree"
-        if in_degrees and not other.unit and r"\pi" in other.latex:
+        if in_degrees and canonical_unit(other.unit) in ("", "radian") and r"\pi" in other.latex:
             assert angle.value is not None
-            return leaf(rf"\frac{{{angle.value.numerator}\pi}}{{{180 * angle.value.denominator}}}", other.latex)
-    return False
+            return rf"\frac{{{angle.value.numerator}\pi}}{{{180 * angle.value.denominator}}}", other.latex
+    return None

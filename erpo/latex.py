@@ -12,9 +12,12 @@ from erpo.answers import closing_brace, unbox
 _UNICODE = str.maketrans(
     {"−": "-", "–": "-", "—": "-", "×": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ", "÷": "/", "π": r"\pi ", "∞": r"\infty ",
      "°": r"^\circ ", "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "∪": r"\cup ", "∩": r"\cap ", "∈": r"\in ", "±": r"\pm ",
-     "√": r"\sqrt ", "∅": r"\emptyset ", "½": r"\frac{1}{2}", "¼": r"\frac{1}{4}", "¾": r"\frac{3}{4}", "²": "^2", "³": "^3",
+     "√": r"\sqrt ", "∅": r"\emptyset ", "½": r"\frac{1}{2}", "¼": r"\frac{1}{4}", "¾": r"\frac{3}{4}",
      "，": ",", "。": ".", "（": "(", "）": ")", "％": "%", "\u00a0": " ", "\u2009": " ", "\u202f": " ", "′": "'", "″": "''"}
 )  # fmt: skip
+
+_SUPERSCRIPT = re.compile("[⁻⁰¹²³⁴⁵⁶⁷⁸⁹]+")
+_SUPERSCRIPT_DIGITS = str.maketrans("⁻⁰¹²³⁴⁵⁶⁷⁸⁹", "-0123456789")
 
 _REWRITES = tuple(
     (re.compile(pattern), replacement)
@@ -40,13 +43,14 @@ _REWRITES = tuple(
         (r"\\text\{\s*([^\s{}])\s*\}(?=\^|_)", r"\1"),
         (r"\\degree(?:s)?(?![a-zA-Z])|\^\s*\{\s*\\circ\s*\}|\^\s*\\circ(?![a-zA-Z])", r"^\\circ "),
         (r"\\%", "%"),
-        (r"\\text\{\s*(?:percent|per cent|pct)\s*\}|(?<=\d)\s+(?:percent|per cent)\b", "%"),
+        (r"\\text\{\s*(?:percent|per cent|pct)\s*\}|(?<=\d)\s*(?:percent|per cent)\b", "%"),
         (r"\\text\{\s*,?\s*(?:and|or)\s*\}|(?<=[\d\s)}\]]),?\s+(?:and|or)\s+(?![a-z]{2})|\\lor(?![a-zA-Z])", " , "),
         (r"(?<=\d)\s+(\d+)/(\d+)(?![\d.])", r"\\frac{\1}{\2}"),
         (r"(?<![\d.])(\d{1,3})((?: \d{3})+)(?![\d.])", lambda found: found[0].replace(" ", "")),
         (r"(?:(?<=:\d\d)\s*|(?<=\d)\s+)(?:(?=[ap]\.?\s?m\.?\s*$|[AP]\.?\s?M\.?\s*$)([aApP])\.?\s?[mM]\.?)\s*$", r"\\text{\1m}"),
         (r"\+\s*\\infty", r"\\infty"),
         (r"(?<![a-zA-Z\\])(?:infinity|\\text\{\s*infinity\s*\})", r"\\infty"),
+        (r"^\s*(?:\\text\{)?\s*all real(?: number)?s\s*\}?\s*$", r"\\mathbb{R}"),
         (r"^\s*(?:\\approx|\\simeq|\\sim|=|:)\s*", ""),
         (r"\s+", " "),
         (r"(?:,\s*)+,", ","),
@@ -58,7 +62,8 @@ _REWRITES = tuple(
 @lru_cache(maxsize=20_000)
 def normalise(text: str) -> str:
     """The same answer with one spelling for layout, sizes, spacing, text commands and digit groups."""
-    text = unbox(text).translate(_UNICODE).strip()
+    text = _SUPERSCRIPT.sub(lambda found: "^{" + found[0].translate(_SUPERSCRIPT_DIGITS) + "}", unbox(text))
+    text = text.translate(_UNICODE).strip()
     for pattern, replacement in _REWRITES:
         text = pattern.sub(replacement, text)
     return _brace_arguments(text).strip()

@@ -61,6 +61,8 @@ CONSTANTS = {r"\pi", r"\infty", "e", "i"}
 def read(text: str) -> tuple[Reading, ...]:
     """The readings of an answer, likeliest first; several only for `1,234`, a number or a list."""
     text = normalise(text)
+    if text.startswith("{") and is_one_group(text):
+        text = text[1:-1].strip()
     if (whole := re.fullmatch(r"\\text\{([^{}]*)\}", text)) is not None:
         text = normalise(whole[1])
         return (_read_words(text),) if re.search(r"[^\W\d_]{2}", text) and "\\" not in text else (_read(text),)
@@ -140,12 +142,16 @@ _NUMBER = re.compile(
     rf"(?P<whole>\d+)?\\frac\{{(?P<top>[-+]?\d+(?:\.\d+)?)\}}\{{(?P<bottom>\d+(?:\.\d+)?)\}}|"
     rf"(?P<over>\d+(?:\.\d+)?)/(?P<under>\d+(?:\.\d+)?)|"
     rf"(?P<head>\d*\.\d*)\\overline\{{(?P<period>\d+)\}}|"
-    rf"(?:(?P<mantissa>{_DECIMAL})(?:[eE](?P<e>[-+]?\d+)|(?:\\times|\\cdot|\*|x|×)10\^(?:\{{(?P<power>[-+]?\d+)\}}|(?P<digit>\d)))?"
-    rf"|10\^\{{(?P<ten>[-+]?\d+)\}}))"
+    rf"(?:(?P<mantissa>{_DECIMAL})(?:[eE](?P<e>[-+]?\d+)|(?:\\times|\\cdot|\*|x|×)10\^(?:\{{(?P<power>[-+]?\d+)\}}|(?P<digit>-?\d+)))?"
+    rf"|10\^(?:\{{(?P<ten>[-+]?\d+)\}}|(?P<tens>-?\d+))))"
 )
 _BASED = re.compile(r"([0-9]+)_(?:\{(\d+)\}|(\d+)|\{?\\text\{(\w+)\}\}?)")
 _UNIT_TAIL = re.compile(r"(?P<unit>(?:\\text\{[^{}]*\}(?:\^(?:\{-?\d\}|\d))?\s*(?:(?:\\cdot|/)\s*)?)+)$")
 _BARE_UNIT_TAIL = re.compile(r"(?<=[\d}\s])(?P<unit>[a-zA-Z]{2,}(?:\^(?:\{-?\d\}|\d))?)$")
+
+
+_HEDGE = re.compile(r"(?<![\^\w-])\d|\b(?:or|and|not)\b")
+"""What keeps words after a number from being a unit."""
 
 
 def _read_scalar(text: str) -> Reading:
@@ -158,7 +164,9 @@ def _read_scalar(text: str) -> Reading:
         return Reading("expression", body, unit=unit)
     flat = re.sub(r"\\text\{([^{}]*)\}", r"\1", text)
     is_wrapped = r"\text{" in text
-    if re.fullmatch(r"[^\W\d_][^\W\d_\s.'’-]*(?:[\s.'’-]+[^\W\d_]+)*\.?", flat) and (is_wrapped or " " in flat):
+    if re.fullmatch(r"[^\W\d_][^\W\d_\s.'’-]*(?:[\s.'’-]+[^\W\d_]+)*\.?", flat) and (
+        is_wrapped or re.search(r"[^\W\d_]{2}.* ", flat)
+    ):
         return _read_words(flat)
     return Reading("expression", text)
 
@@ -179,8 +187,11 @@ def _read_scalar_number(text: str) -> Reading | None:
     found = re.fullmatch(r"\s*(\\?\$?\s*[-+]?[\d.,/ ]*\d)\s*([^\d].*)?", text)
     if found is None:
         return None
-    number = _read_number(found[1].replace("\\$", "").replace("$", "").strip())
-    return replace(number, unit=(found[2] or "").strip()) if number is not None else None
+    unit = (found[2] or "").strip()
+    if _HEDGE.search(unit):
+        return None
+    number = _read_number(found[1].replace("\\$", "").replace("$", "").strip() + ("%" if unit == "%" else ""))
+    return replace(number, unit=unit.removeprefix("%")) if number is not None else None
 
 
 def _split_unit(text: str) -> tuple[str, str]:
@@ -194,6 +205,8 @@ def _split_unit(text: str) -> tuple[str, str]:
     if (found := re.fullmatch(r"(.*\d)\s*(\^\s*\{?\s*(?:\\prime\s*)+\}?|'{1,2})", text)) is not None:
         return found[1], "arcsecond" if len(re.findall(r"\\prime|'", found[2])) == 2 else "arcminute"
     found = _UNIT_TAIL.search(text)
+    if found is not None and _HEDGE.search(" ".join(re.findall(r"\{([^{}]*)\}", found["unit"].replace("^{", "^")))):
+        found = None  # `5 \text{ or maybe 6}` hedges, it has no unit
     body = text[: found.start()].strip() if found else ""
     if found and body and (_read_number(body) is not None or canonical_unit(found["unit"])):
         return body, found["unit"].strip()
@@ -234,7 +247,7 @@ def _value(found: re.Match[str]) -> Fraction | None:
         _, _, fixed = found["head"].partition(".")
         repeated = Fraction(int(found["period"]), (10 ** len(found["period"]) - 1) * 10 ** len(fixed))
         return sign * (Fraction((found["head"].strip(".") and found["head"] + "0") or 0) + repeated)
-    exponent = int(found["e"] or found["power"] or found["digit"] or found["ten"] or 0)
+    exponent = int(found["e"] or found["power"] or found["digit"] or found["ten"] or found["tens"] or 0)
     if abs(exponent) > MAX_LITERAL_EXPONENT:
         return None
     mantissa = (found["mantissa"] or "1").replace(",", "").removesuffix(".")

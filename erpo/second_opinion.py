@@ -14,16 +14,18 @@ from collections.abc import Callable, Iterable
 from functools import lru_cache
 
 MAX_CHARS = 400
-CLOSE = 1e-6
+CLOSE = 1e-9
 """Relative difference up to which two values are the same ..."""
 APART = 1e-4
 """... and from which they are different; in between there is no opinion."""
 
-_DROPPED = re.compile(
-    r"\\left\b|\\right\b|\\[bB]igg?[lr]?\b|\\[,;:! ]|~|\\q?quad\b|\\displaystyle\b|\^\s*\{?\s*\\circ\s*\}?|\\degree\b|\\?\$|\s"
-)
+_SPACING = re.compile(r"\\[,;:! ]|~|\\q?quad\b|\\displaystyle\b|\\left\b|\\right\b|\\[bB]igg?[lr]?\b|\\?\$")
+_DEGREES = re.compile(r"\^\s*\{?\s*\\circ\s*\}?\s*(?:\\(?:text|mathrm)\{\s*[CF]\s*\}|[CF]\b)?|\\degree\b|°")
 _WRAPPED = re.compile(r"\\(?:text\w*|mbox|mathrm|mathbf|operatorname)\{([^{}]*)\}")
-_TOKEN = re.compile(r"\d+\.?\d*|\.\d+|\\[a-zA-Z]+|\\.|[a-zA-Z]|.")
+_TOKEN = re.compile(r"\d+\.?\d*|\.\d+|\\[a-zA-Z]+|\\.|[a-zA-Z]|[^\s]")
+_GREEK = re.compile(
+    r"\\(?:alpha|beta|gamma|delta|epsilon|zeta|eta|theta|kappa|lambda|mu|nu|xi|rho|sigma|tau|phi|psi|omega|hbar|ell)"
+)
 _FUNCTIONS: dict[str, Callable[[complex], complex]] = {
     "\\sin": cmath.sin, "\\cos": cmath.cos, "\\tan": cmath.tan, "\\ln": cmath.log, "\\exp": cmath.exp, "\\log": cmath.log10,
     "\\arcsin": cmath.asin, "\\arccos": cmath.acos, "\\arctan": cmath.atan, "\\cot": lambda z: 1 / cmath.tan(z),
@@ -43,44 +45,61 @@ def second_opinion(gold: str, answer: str) -> bool | None:
     return None if None in opinions else False
 
 
-def _clean(text: str) -> str:
-    text = re.sub(r"\\(?:text|mbox)\{\s*,?\s*(?:and|or)\s*\}", ",", text.strip())
-    words = _WRAPPED.sub(r"\1", text)
-    if not re.fullmatch(r"[\W_]*[A-Za-z][^\d\\]*", words):  # words after a number are units
-        words = re.sub(r"(?<=[\d}])\s*\\(?:text\w*|mbox|mathrm)\{[^{}]*\}(?:\^\{?-?\d\}?)?.*$", "", text)
-        words = _WRAPPED.sub(r"\1", words)
-    words = re.sub(r"(\d),?\\[!,]\s*(?=\d{3})|(\d)\{,\}(?=\d{3})", r"\1\2", words)
-    words = re.sub(r"\\[dtc]frac", r"\\frac", re.sub(r"\\(?:lt|leqslant|leq)\b", r"\\le", words))
-    words = _DROPPED.sub("", words.replace("\\%", "%")).strip(".,;:")
-    return re.sub(r"([_^])\{(\w)\}", r"\1\2", words)
+def _clean(text: str) -> tuple[str, str]:
+    """An answer without layout, and the words that stood behind it."""
+    text = re.sub(r"(\d)(?:,\\!|\\,)\s*(?=\d{3}(?!\d))|(\d)\{,\}(?=\d{3}(?!\d))", r"\1\2", text.strip())
+    text = _SPACING.sub(" ", text).replace("\\%", "%").strip().rstrip(".,;:")
+    if re.fullmatch(r"[-+]?\d{1,3}(?:,\d{3})+(?:\.\d+)?", text):
+        text = text.replace(",", "")
+    text = re.sub(r"\\(?:text|mbox)\{\s*,?\s*(?:and|or)\s*\}|(?<=[\d}])\s+(?:and|or)\s+(?=[-\d\\])", ",", text)
+    tail = re.search(r"(?<=[\d}\s%])(?:\\(?:text\w*|mbox|mathrm)\{[^{}]*\}(?:\^\{?-?\d\}?)? ?)+$", text)
+    if tail and re.search(r"\b(?:or|and|not)\b", tail[0]):
+        tail = None
+    words = re.sub(r"\W", "", _WRAPPED.sub(r"\1", tail[0])) if tail and tail.start() else ""
+    text = _WRAPPED.sub(r"\1", text[: tail.start()] if words and tail else text)
+    text = re.sub(r"\\[dtc]frac", r"\\frac", re.sub(r"\\(?:lt|leqslant|leq)\b", r"\\le", text)).strip()
+    return re.sub(r"([_^])\{(\w)\}", r"\1\2", text), words
 
 
-def _compare(gold: str, answer: str) -> bool | None:
-    if gold.casefold() == answer.casefold():
-        return True
-    if re.fullmatch(r"[A-Za-z().'-]+", gold) and re.fullmatch(r"[A-Za-z().'-]+", answer) and max(len(gold), len(answer)) > 3:
+_OUT_OF_SCOPE = re.compile(
+    r"\\cup|matrix|<|>|\\le\b|\\ge|\\pm|\\in\b|_|:|;|\\boxed|\b(?:and|or|not|maybe)\b|\d\s+\d|[\d}]\s*[a-zA-Z]{2,}$|^\(?[A-J]\)?[.:)\s].*\w|[^\x00-\x7f]"
+)
+"""What this checker does not try to understand."""
+
+
+def _compare(gold: tuple[str, str], answer: tuple[str, str]) -> bool | None:
+    degrees = [bool(_DEGREES.search(text)) for text, _ in (gold, answer)]
+    one, other = (_DEGREES.sub("", text).strip() for text, _ in (gold, answer))
+    if gold[1] and answer[1] and gold[1] != answer[1]:
         return None
-    if any(
-        mark in text for text in (gold, answer) for mark in ("\\cup", "matrix", "<", ">", "\\le", "\\ge", "\\pm", "\\in", "_", ":")
-    ):
+    if re.sub(r"\s", "", one).casefold() == re.sub(r"\s", "", other).casefold():
+        return None if any(re.search(r"\d\s+\d", text) for text in (one, other)) else True
+    if degrees[0] != degrees[1] and "\\pi" in one + other:
         return None
-    sides = [_split(text) for text in (gold, answer)]
-    if sides[0][0] != sides[1][0]:
+    if all(re.fullmatch(r"[A-Za-z()., '-]+", text) for text in (one, other)) and max(len(one), len(other)) > 3:
         return None
-    left, right = (_drop_names(parts) for _, parts in sides)
+    return None if _OUT_OF_SCOPE.search(one) or _OUT_OF_SCOPE.search(other) else _compare_values(one, other)
+
+
+def _compare_values(gold: str, answer: str) -> bool | None:
+    (kind, left), (other_kind, right) = _split(gold), _split(answer)
+    if kind != other_kind:
+        return None
     if len(left) != len(right):
-        return _lengths_differ(left, right)
-    if sides[0][0] in ("", "{"):
+        return _lengths_differ(left, right) if kind != "{" else None
+    names = [{part.split("=")[0] for part in parts if "=" in part} for parts in (left, right)]
+    if names[0] != names[1] and (all(names) or len(names[0] | names[1]) > 1):
+        return None
+    left, right = _drop_names(left), _drop_names(right)
+    if kind in ("", "{"):
         return _same_multiset(left, right)
     return _all(_same_value(one, other) for one, other in zip(left, right, strict=True))
 
 
 def _lengths_differ(left: list[str], right: list[str]) -> bool | None:
-    """More values than asked for are wrong, except that `1,234` may be one number."""
-    joined = [re.fullmatch(r"\d{1,3}(?:,\d{3})+", ",".join(parts)) for parts in (left, right)]
-    if any(joined):
-        return _same_value("".join(left), "".join(right))
-    return False
+    """More or fewer values than asked for are wrong, except that `1,234` may be one number."""
+    may_be_one = any(re.fullmatch(r"[-+]?\d{1,3}(?:,\d{3})+", ",".join(parts)) for parts in (left, right))
+    return None if may_be_one else False
 
 
 def _drop_names(parts: list[str]) -> list[str]:
@@ -135,7 +154,7 @@ def _same_value(one: str, other: str) -> bool | None:
     if one == other:
         return True
     if "," in one or "," in other:
-        return _compare(one, other) if _split(one)[0] and _split(other)[0] else None
+        return _compare_values(one, other) if _split(one)[0] and _split(other)[0] else None
     try:
         left, right = _evaluate(one.removesuffix("%")), _evaluate(other.removesuffix("%"))
     except _FAILURES:
@@ -221,8 +240,13 @@ class _Reader:
     def power(self) -> complex:
         value = self.atom()
         while self.peek() in ("^", "!"):
-            value = math.gamma(value.real + 1) if self.take() == "!" else complex(value) ** self.argument()
+            value = math.gamma(value.real + 1) if self.take() == "!" else complex(value) ** self.exponent()
         return value
+
+    def exponent(self) -> complex:
+        if len(self.peek()) > 1 and self.peek().isdigit():
+            raise ValueError("digits after ^ without braces")
+        return self.argument()
 
     def argument(self) -> complex:
         if self.peek() != "{":
@@ -272,6 +296,6 @@ class _Reader:
         constants = {"\\pi": math.pi, "e": math.e, "i": 1j, "\\imath": 1j}
         if token in constants:
             return constants[token]
-        if not token.strip("\\").isalpha():
+        if not re.fullmatch(r"[a-zA-Z]", token) and not _GREEK.fullmatch(token):
             raise ValueError(f"not understood: {token}")
         return 1 + zlib.crc32(token.encode()) % 99_991 / 99_991

@@ -23,6 +23,7 @@ from math_verify import LatexExtractionConfig, parse, verify
 from sympy import Expr, Float, Symbol
 
 from erpo.equality import RELATIVE_ROUNDING, ROUNDING, compare
+from erpo.latex import normalise
 
 MEMORY_BYTES = 1 << 30
 """Address space of a worker (RLIMIT_AS)."""
@@ -65,6 +66,12 @@ def equivalent(gold: str, answer: str) -> bool:
         return decided
     options = {"allow_set_relation_comp": True, "timeout_seconds": None}
     return verify([*left], [*right], **options) and verify([*right], [*left], **options)
+
+
+def _is_readable(answer: str) -> bool:
+    """Whether math-verify makes an expression of an answer; else only the same text could have been right."""
+    parsed = _parse(normalise(answer))
+    return bool(parsed) and not isinstance(parsed[0], str)
 
 
 _POINTS = (0.7310585786, 1.3178021753, 0.4218750913, 2.2360679775, 1.6180339887, 0.5772156649, 3.0710678119, 1.1447298858)
@@ -120,6 +127,8 @@ def judge(gold: str, answer: str, cpu_seconds: float) -> dict[str, Any]:
         signal.setitimer(signal.ITIMER_PROF, cpu_seconds, 0.5)
         try:
             equal, reason = compare(gold, answer, equivalent)
+            if not equal and reason == "not equivalent" and not _is_readable(answer):
+                reason = "unreadable answer"
         finally:
             signal.setitimer(signal.ITIMER_PROF, 0)
     except _OutOfTimeError:
