@@ -24,10 +24,23 @@ from tqdm import tqdm
 
 from erpo.checkpoint import policy_hash, read_json, write_json
 from erpo.config import digest, temperature_label
+from erpo.inspection import inspect_samples
 from erpo.records import Verdict, read_queries
 from erpo.rewards import Grader, check_canaries
 from erpo.samples import NEUTRAL, Asked, Drawn, Key, Shelf, ask_all, find, hash_prompts, read_markers
-from erpo.scores import NEEDED, SCHEMA, count_verdict, grade_samples, read_scores, repeated_texts, write_scores
+from erpo.scores import (
+    NEEDED,
+    SCHEMA,
+    count_disagreements,
+    count_verdict,
+    grade_samples,
+    read_scores,
+    refuse_errors,
+    repeated_texts,
+    write_scores,
+)
+
+__all__ = ["generate_samples", "inspect_samples", "score_samples"]
 
 if TYPE_CHECKING:
     from erpo.generation import Generator, Request
@@ -97,7 +110,11 @@ class _Session:
 
         sampling = Sampling(temperature, self.top_p, self.max_tokens, self.stop_ids)
         before = bar.n
-        groups = self.generator.generate(_requests(wanted), sampling, progress=lambda count: bar.update(before + count - bar.n))
+
+        def finished(count: int) -> None:
+            bar.update(before + count - bar.n)
+
+        groups = self.generator.generate(_requests(wanted), sampling, finished)
         rollouts = [rollout for group in groups for rollout in group]
         assert len(rollouts) == len(wanted)
         return [
@@ -229,7 +246,8 @@ def _open_generator(engine: str, policy: Path, batch_rows: int) -> Generator:
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch.float32 if device == "cpu" else "auto"
-    return PolicySampler(AutoModelForCausalLM.from_pretrained(policy, dtype=dtype).to(device), batch_rows)
+    model = AutoModelForCausalLM.from_pretrained(policy, dtype=dtype)
+    return PolicySampler(model.to(device), batch_rows)  # pyright: ignore[reportArgumentType]
 
 
 # --- scoring -----------------------------------------------------------------------------------------------------------
@@ -268,8 +286,7 @@ def score_samples(
         **provenance,
         "policy_hash": drawn.policy_hash,
         "benchmarks": {name: len(rows) for name, rows in queries.items()},
-        "sampling": {name: drawn.sampling[name] for name in ("top_p", "max_response_tokens")},
-        "effective_sampling": drawn.sampling,
+        "sampling": drawn.sampling,
         "spec_hash": digest(provenance),
         "commit": _commit(),
         "versions": {package: version(package) for package in _GRADING_PACKAGES},
@@ -284,10 +301,11 @@ def score_samples(
             missing[label] = len(asked) - len(tables[label])
             logger.info("T = %s: %d of %d samples graded", label, len(tables[label]), len(asked))
     scores = pa.concat_tables([SCHEMA.empty_table(), *tables.values()])
-    _check_errors(scores, max_error_share)
+    refuse_errors(scores, max_error_share)
     _report_missing(missing, markers)
     repeated = {label: repeated_texts(table) for label, table in tables.items()}
-    write_scores(out, scores, {**facts, "missing": missing, "identical_text": repeated})
+    found = {"missing": missing, "identical_text": repeated, "disagreements": count_disagreements(scores)}
+    write_scores(out, scores, {**facts, **found})
     shutil.rmtree(unfinished, ignore_errors=True)
 
 
@@ -305,17 +323,6 @@ def _grade_once(
     if not count_verdict(table, Verdict.GRADER_ERROR):  # a grader that failed is asked again
         write_scores(kept, table, facts)
     return table
-
-
-def _check_errors(scores: pa.Table, max_share: float) -> None:
-    errors = count_verdict(scores, Verdict.GRADER_ERROR)
-    if errors > max_share * len(scores):
-        raise ValueError(
-            f"the grader failed on {errors} of {len(scores)} samples ({errors / len(scores):.1%}), more than the "
-            f"{max_share:.1%} that are accepted: no scores were written; the log names the answers (`grader error: ...`)"
-        )
-    if errors:
-        logger.warning("the grader failed on %d of %d samples: they count as neither right nor wrong", errors, len(scores))
 
 
 def _report_missing(missing: Mapping[str, int], markers: Sequence[Path]) -> None:

@@ -197,9 +197,9 @@ def part_facts(part: Path) -> dict[str, Any]:
 
 def find(asked: Sequence[Asked], parts: Iterable[Path], columns: Sequence[str]) -> tuple[list[Asked], pa.Table]:
     """The asked samples that `parts` hold, and their `columns`, row by row. Absent ones are left out, never filled in."""
-    tables = [read_part(part, [*columns, "prompt_hash", "seed"]) for part in parts]
-    kept = [table for table in tables if table is not None]
-    empty = pa.schema([SCHEMA.field(name) for name in (*columns, "prompt_hash", "seed")]).empty_table()
+    needed = list(dict.fromkeys([*columns, "prompt_hash", "seed"]))
+    kept = [table for table in (read_part(part, needed) for part in parts) if table is not None]
+    empty = pa.schema([SCHEMA.field(name) for name in needed]).empty_table()
     table = pa.concat_tables([table.replace_schema_metadata() for table in kept] or [empty], promote_options="default")
     row_of = {key: row for row, key in reversed(list(enumerate(_keys(table))))}
     found = [item for item in asked if item.key in row_of]

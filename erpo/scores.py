@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from erpo.checkpoint import write_atomic
 from erpo.records import Grade, Verdict
 from erpo.rewards import Grader, has_format
 from erpo.samples import Asked, hash_text, identical_text_rate
+
+logger = logging.getLogger(__name__)
 
 _NAMES = pa.dictionary(pa.int32(), pa.string())
 
@@ -95,9 +98,32 @@ def texts_of(samples: pa.Table) -> tuple[list[str], list[bool]]:
     return samples["text"].to_pylist(), [reason == "length" for reason in samples["finish_reason"].to_pylist()]
 
 
+def refuse_errors(scores: pa.Table, max_share: float) -> None:
+    """Say how many samples the grader failed on.
+
+    Raises:
+        ValueError: more than `max_share` of all.
+    """
+    errors = count_verdict(scores, Verdict.GRADER_ERROR)
+    if errors > max_share * len(scores):
+        raise ValueError(
+            f"the grader failed on {errors} of {len(scores)} samples ({errors / len(scores):.1%}), more than the "
+            f"{max_share:.1%} that are accepted: no scores were written; the log names the answers (`grader error: ...`)"
+        )
+    if errors:
+        logger.warning("the grader failed on %d of %d samples: they count as neither right nor wrong", errors, len(scores))
+
+
 def count_verdict(scores: pa.Table, verdict: Verdict) -> int:
     """Number of rows with a verdict."""
     return scores["verdict"].to_pylist().count(str(verdict))
+
+
+def count_disagreements(scores: pa.Table) -> dict[str, int]:
+    """Samples by benchmark on which the grader and the second opinion differ (where both say something)."""
+    rows = zip(*(scores[name].to_pylist() for name in ("benchmark", "verdict", "correct", "second_opinion")), strict=True)
+    differing = [name for name, verdict, correct, opinion in rows if Verdict(verdict).is_scored and opinion == 1 - correct]
+    return {name: differing.count(name) for name in sorted(set(scores["benchmark"].to_pylist()))}
 
 
 def repeated_texts(scores: pa.Table) -> dict[str, float]:
