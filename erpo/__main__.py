@@ -75,6 +75,13 @@ def prepare_benchmark(args: argparse.Namespace) -> None:
     )
 
 
+def check_overlap(args: argparse.Namespace) -> None:
+    """Which training queries a benchmark asks too, or nearly."""
+    from erpo.contamination import check_overlap as run
+
+    run(args.queries, {path.stem: path for path in args.benchmarks}, args.out)
+
+
 def cache_reference(args: argparse.Namespace) -> None:
     """Score every training query once with the reference policy."""
     from erpo.reference import build_cache
@@ -289,6 +296,7 @@ def _parser() -> argparse.ArgumentParser:
         prepare_model: ("out", "marker"),
         prepare_queries: ("model", "benchmarks*", "data-dir", "out", "manifest"),
         prepare_benchmark: ("model", "data-dir", "out", "manifest"),
+        check_overlap: ("queries", "benchmarks*", "out"),
         cache_reference: ("model", "queries", "out", "marker"),
         train: ("model", "queries", "reference", "work", "marker"),
         generate: ("policy", "benchmarks*", "store", "marker"),

@@ -833,9 +833,14 @@ def scored_cells(study: Study) -> dict[str, list[Cell]]:
 
 
 def queries_spec(study: Study, model: str, train_set: str) -> dict[str, Any]:
-    """Spec of prepared training queries: the problems, the tokenizer, and the benchmarks of the overlap report."""
+    """Spec of prepared training queries: the problems, and the tokenizer. Benchmarks have no say in what is trained on."""
+    return {**train_set_spec(study, train_set), "model": model_spec(study, model)}
+
+
+def overlap_spec(study: Study) -> dict[str, Any]:
+    """Spec of the overlap report of a training set with the benchmarks."""
     benchmarks = {name: non_default(entry) for name, entry in study.benchmarks.items()}
-    return {**train_set_spec(study, train_set), "model": model_spec(study, model), "benchmarks": benchmarks}
+    return {"results_version": RESULTS_VERSION, "benchmarks": benchmarks}
 
 
 def prepared_benchmark_spec(study: Study, model: str, benchmark: str) -> dict[str, Any]:
