@@ -24,8 +24,8 @@ LARGEST = 99
 SPLIT_SHARES: dict[str, int] = {"warm": 50, "train": 35, "test": 15}
 """Percent of all problems in each split."""
 
-_TRIES_PER_PROBLEM = 200
-_FREE_TRIES = 5000
+_FRUITLESS_TRIES = 20_000
+"""Drafts in a row without a new problem after which a family and level count as used up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -381,10 +381,14 @@ def _fill(
     """Add `count` new problems of one family and level."""
     rng = Random(derive_seed(entry.seed, "problems", split, family, level))
     annotator = Random(derive_seed(entry.seed, "annotator", split, family, level))
-    added = 0
-    for _ in range(_FREE_TRIES + _TRIES_PER_PROBLEM * count):
-        if added == count:
-            return
+    added = fruitless = 0
+    while added < count:
+        fruitless += 1
+        if fruitless > _FRUITLESS_TRIES:
+            raise ValueError(
+                f"size: {entry.size} problems need {count} of family {family!r} at level {level}, but split {split!r} has only "
+                f"about {added}; ask for fewer problems or for more families and levels"
+            )
         draft = FAMILIES[family](rng, level)
         lines, answer = _work_out(draft.steps)
         assert 0 <= answer <= LARGEST, draft
@@ -392,8 +396,4 @@ def _fill(
             continue
         lines, boxed = _work_out(draft.steps, noise, annotator) if noise > 0 else (lines, answer)
         problems[draft.text] = Problem(draft.text, str(answer), _solution(lines, boxed), level, family)
-        added += 1
-    raise ValueError(
-        f"size: {entry.size} problems need {count} of family {family!r} at level {level}, but split {split!r} has only "
-        f"about {added}; ask for fewer problems or for more families and levels"
-    )
+        added, fruitless = added + 1, 0

@@ -177,7 +177,7 @@ def _read_row(row: int, text: str, identity: str, occurrence: int, fields: dict[
     label, accepted = _published_answers(fields)
     flags = [name for name, ids in corrections()["flags"].items() if identity in ids]
     answer = ALTERNATIVE.join(accepted)
-    if len({re.sub(r"[\s{}]", "", one) for one in accepted}) > 1:
+    if len(accepted) > 1:
         flags.append("accepted-alternatives")
     if fields.get("is_multiple_answer") is True:
         flags.append("several-values")
@@ -223,8 +223,7 @@ def _published_answers(fields: dict[str, Any]) -> tuple[str, list[str]]:
     if "answer" in fields:
         label = fields.get("reference_answer", fields["answer"])
         others = fields.get("answers") or []
-        answers = [_as_text(fields["answer"]), *(_as_text(other) for other in others)]
-        return _as_text(label), [answer for answer in dict.fromkeys(answers) if answer]
+        return _as_text(label), _different([_as_text(fields["answer"]), *(_as_text(other) for other in others)])
     for key in ("ground_truth", "reference_answer"):
         if key in fields:
             label = _as_text(fields[key])
@@ -255,7 +254,15 @@ def accepted_answers(label: str, source: str) -> list[str]:
     answers = [_without_dollars(member.strip()) for member in members]
     if source.startswith(_INTEGER_CONTESTS):
         answers = [_as_integer(answer) for answer in answers]
-    return [answer for answer in dict.fromkeys(answers) if answer]
+    return _different(answers)
+
+
+def _different(answers: list[str]) -> list[str]:
+    """Non-empty answers that differ in more than spaces and braces, in order."""
+    found: dict[str, str] = {}
+    for answer in answers:
+        found.setdefault(re.sub(r"[\s{}]", "", answer), answer)
+    return [answer for key, answer in found.items() if key]
 
 
 def _without_dollars(answer: str) -> str:
