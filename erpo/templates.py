@@ -49,11 +49,22 @@ def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> PreTrainedT
     if not folder.is_dir():
         raise ValueError(f"no tokenizer at {folder}: the folder does not exist; prepare the model first (rule prepare_model)")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=trust_remote_code)
+        loader = PreTrainedTokenizerFast if _is_generic(folder) else AutoTokenizer
+        tokenizer = loader.from_pretrained(str(folder), trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(f"{folder} holds no tokenizer that transformers can load: {' '.join(str(error).split())}") from error
     template_name(tokenizer)
     return tokenizer
+
+
+def _is_generic(folder: Path) -> bool:
+    """Whether tokenizer.json is all there is to the tokenizer. Beside a config.json AutoTokenizer would take the class of the model
+    type (Qwen2Tokenizer, say) and put that family's splitting and decoding in the place of the saved ones.
+    """
+    path = folder / "tokenizer_config.json"
+    if not path.is_file() or not (folder / "tokenizer.json").is_file():
+        return False
+    return json.loads(path.read_text(encoding="utf-8")).get("tokenizer_class") in ("TokenizersBackend", "PreTrainedTokenizerFast")
 
 
 def template_name(tokenizer: PreTrainedTokenizerBase) -> str:
