@@ -182,6 +182,40 @@ def constant_groups(rewards: Tensor, group: Tensor) -> Tensor:
     return (largest <= smallest)[labels]
 
 
+def keep_groups(
+    rewards: Tensor,
+    group: Tensor,
+    *,
+    drop_constant: bool = True,
+    mean_above: float | None = None,
+    mean_below: float | None = None,
+    std_above: float | None = None,
+) -> Tensor:
+    """Rows [B] whose group is worth training on; all bounds are strict (dynamic sampling of DAPO: drop_constant).
+
+    Args:
+        rewards: [B], nan where missing.
+        group: [B].
+        drop_constant: drop groups of several responses whose known rewards are all equal.
+        mean_above: keep groups whose mean is above this.
+        mean_below: keep groups whose mean is below this.
+        std_above: keep groups whose sample standard deviation is above this.
+    """
+    known, labels = ~rewards.isnan(), _dense(group)
+    filled = torch.where(known, rewards, 0.0)
+    count, mean = _group_mean(filled, labels, known)
+    keep = torch.ones_like(known)
+    if drop_constant:
+        keep &= ~constant_groups(rewards, group) | (count == 1)
+    if mean_above is not None:
+        keep &= mean > mean_above
+    if mean_below is not None:
+        keep &= mean < mean_below
+    if std_above is not None:
+        keep &= _spread(filled, labels, known, "group") > std_above
+    return keep
+
+
 def best_of_group_advantages(rewards: Tensor, group: Tensor, scale: Scale = "group", *, eps: float = 1e-6) -> Tensor:
     """(best - second best) / (group std + eps) for each group's best response, 0 for the others (pass@k training) [B]."""
     labels, known = _dense(group), torch.ones_like(rewards, dtype=torch.bool)
@@ -240,9 +274,11 @@ def rewards_to_go(
 
 
 def generalized_advantages(
-    token_rewards: Tensor, values: Tensor, mask: Tensor, gamma: float = 1.0, lam: float = 1.0, *, after_last: Tensor | None = None
+    token_rewards: Tensor, values: Tensor, mask: Tensor, gamma: float = 1.0, lam: float = 1.0, *, zero_off_mask: bool = True
 ) -> tuple[Tensor, Tensor]:
     """GAE (arXiv 1506.02438) over the tokens of the mask; others are skipped, whatever their values. Not whitened.
+
+    The episode ends at the last token of the mask: the value after it is 0.
 
     Args:
         token_rewards: [B, T].
@@ -250,14 +286,12 @@ def generalized_advantages(
         mask: [B, T].
         gamma: discount.
         lam: lambda.
-        after_last: value [B] of the state after the last token; default 0, the episode ends there.
+        zero_off_mask: results are 0 off the mask; otherwise the advantage carried over is left there.
 
     Returns:
-        advantages and returns (advantages + values), both [B, T], 0 off the mask.
+        advantages and returns (advantages + values), both [B, T].
     """
-    values = torch.where(mask, values, 0.0)
-    token_rewards = torch.where(mask, token_rewards, 0.0)
-    next_value = torch.zeros_like(values[:, 0]) if after_last is None else after_last.to(values.dtype)
+    next_value = torch.zeros_like(values[:, 0])
     running = torch.zeros_like(values[:, 0])
     found = torch.zeros_like(values)
     for t in reversed(range(values.shape[1])):
@@ -265,11 +299,16 @@ def generalized_advantages(
         delta = token_rewards[:, t] + gamma * next_value - values[:, t]
         running = torch.where(here, delta + gamma * lam * running, running)
         next_value = torch.where(here, values[:, t], next_value)
-        found[:, t] = torch.where(here, running, 0.0)
-    return found, torch.where(mask, found + values, 0.0)
+        found[:, t] = running
+    returns = found + values
+    if not zero_off_mask:
+        return found, returns
+    return torch.where(mask, found, 0.0), torch.where(mask, returns, 0.0)
 
 
-def whiten(values: Tensor, mask: Tensor, *, eps: float = WHITEN_EPS, ddof: int = 1, count_eps: float = 0.0) -> Tensor:
+def whiten(
+    values: Tensor, mask: Tensor, *, eps: float = WHITEN_EPS, ddof: int = 1, count_eps: float = 0.0, keep_mean: bool = False
+) -> Tensor:
     """(values - mean) / sqrt(variance + eps) with statistics over the mask; given at every position [B, T].
 
     One token or none has no sample variance: the biased one (0) is used, so the result is finite.
@@ -280,6 +319,7 @@ def whiten(values: Tensor, mask: Tensor, *, eps: float = WHITEN_EPS, ddof: int =
         eps: added to the variance.
         ddof: 1: sample variance.
         count_eps: added to the counts of the means.
+        keep_mean: scale only; the mean is added back.
     """
     inside = torch.where(mask, values, 0.0)
     count = mask.sum().to(values.dtype)
@@ -287,7 +327,8 @@ def whiten(values: Tensor, mask: Tensor, *, eps: float = WHITEN_EPS, ddof: int =
     variance = torch.where(mask, (values - mean).square(), 0.0).sum() / (count + count_eps).clamp(min=1)
     if ddof and count > ddof:
         variance = variance * (count / (count - ddof))
-    return (values - mean) * torch.rsqrt(variance + eps)
+    whitened = (values - mean) * torch.rsqrt(variance + eps)
+    return whitened + mean if keep_mean else whitened
 
 
 def kl_to_go(old_logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor) -> Tensor:
