@@ -11,8 +11,6 @@ pathvars:
     results=f"results/{STUDY.name}",
     logs=f"logs/{STUDY.name}",
     benchmarks=f"results/{STUDY.name}/timings",
-    run=f"results/{STUDY.name}/runs/{{run}}/seed{{seed}}",
-    cell="{run}/seed{seed}/step{step}",
 
 
 wildcard_constraints:
@@ -32,6 +30,7 @@ rule all:
     default_target: True
     input:
         f"results/{STUDY.name}/report.html",
+        prepared_data(),
         [results_of(name) for name in STUDY.runs],
         [artefact_files(name) for name in (*STUDY.tables, *STUDY.figures)],
     localrule: True

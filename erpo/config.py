@@ -807,6 +807,7 @@ def temperature_label(value: float) -> str:
 
 _TRAINING_FIGURES = {"drift", "training_dynamics", "query_weights", "gradient_cosine"}
 _SCORED_AND_TRAINING_FIGURES = {"train_eval_gap"}
+_OF_EVALUATION = {"temperatures", "benchmarks", "samples", "low_band", "high_band"}
 
 
 def needs_scores(artefact: Table | Figure) -> bool:
@@ -885,9 +886,12 @@ def scores_spec(study: Study, cell: Cell) -> dict[str, Any]:
 
 
 def drawn_spec(study: Study, name: str) -> dict[str, Any]:
-    """Spec of a table or figure with the checkpoints it is made of."""
+    """Spec of a table or figure with the checkpoints it is made of. A figure of training alone knows nothing of the evaluation."""
     artefact = study.tables.get(name) or study.figures[name]
-    return {**artefact_spec(study, name), "cells": [list(cell) for cell in cells(study, artefact)]}
+    spec = {**artefact_spec(study, name), "cells": [list(cell) for cell in cells(study, artefact)]}
+    if isinstance(artefact, Figure) and not needs_scores(artefact):
+        spec = {key: value for key, value in spec.items() if key not in _OF_EVALUATION}
+    return spec
 
 
 def report_spec(study: Study) -> dict[str, Any]:

@@ -92,34 +92,43 @@ def results_of(run):
 
 
 def prepared_data():
-    """What needs the network or the data folder: models, training queries, benchmarks."""
+    """What needs the network or the data folder: models, training queries, benchmarks; and the overlap of the two."""
     return [
         *(model_marker(model) for model in MODELS),
-        *(f"{RESULTS}/data/{model}/{train_set}.parquet" for model, train_set in TRAINED),
+        *(f"{RESULTS}/data/{model}/{train_set}.{ending}" for model, train_set in TRAINED for ending in ("parquet", "overlap.json")),
         *(path for model in MODELS for path in benchmark_files(model)),
     ]
 
 
 # --- inputs of rules ----------------------------------------------------------------------------------------------------
-# `ancient` where content is pinned by params.spec: a file made again from the same settings is the same file.
 
 
 def benchmarks_of_model(wildcards):
-    return [ancient(path) for path in benchmark_files(wildcards.model)]
+    return benchmark_files(wildcards.model)
 
 
 def benchmarks_of_run(wildcards):
-    return [ancient(path) for path in benchmark_files(STUDY.runs[wildcards.run].model)]
+    return benchmark_files(STUDY.runs[wildcards.run].model)
+
+
+def milestone_before(run, seed, step):
+    """Marker of the milestone that training goes on from, if any.
+
+    A milestone put in later, between two that are there, is no reason to touch the second: that one began from an earlier state.
+    """
+    before = [policy_marker(run, seed, milestone) for milestone in MILESTONES[run] if milestone < step]
+    if Path(policy_marker(run, seed, step)).exists():
+        before = [marker for marker in before if Path(marker).exists()]
+    return before[-1:]
 
 
 def training_inputs(wildcards):
-    run, step = STUDY.runs[wildcards.run], int(wildcards.step)
-    before = [milestone for milestone in MILESTONES[wildcards.run] if milestone < step]
+    run = STUDY.runs[wildcards.run]
     return {
-        "model": ancient(model_marker(run.model)),
-        "queries": ancient(f"{RESULTS}/data/{run.model}/{run.train_set}.parquet"),
-        "reference": ancient(f"{RESULTS}/reference/{run.model}/{run.train_set}.json"),
-        "previous": [ancient(policy_marker(wildcards.run, wildcards.seed, step)) for step in before[-1:]],
+        "model": model_marker(run.model),
+        "queries": f"{RESULTS}/data/{run.model}/{run.train_set}.parquet",
+        "reference": f"{RESULTS}/reference/{run.model}/{run.train_set}.json",
+        "previous": milestone_before(wildcards.run, wildcards.seed, int(wildcards.step)),
     }
 
 
@@ -177,6 +186,10 @@ def queries_spec(wildcards):
 
 def benchmark_spec(wildcards):
     return studies.canonical_json(studies.prepared_benchmark_spec(STUDY, wildcards.model, wildcards.benchmark))
+
+
+def overlap_spec(wildcards):
+    return studies.canonical_json(studies.overlap_spec(STUDY))
 
 
 def reference_spec(wildcards):

@@ -38,7 +38,7 @@ rule fetch_model:
 
 rule prepare_benchmark:
     input:
-        model=ancient("<results>/models/{model}.json"),
+        model="<results>/models/{model}.json",
     output:
         queries="<results>/data/{model}/benchmarks/{benchmark}.parquet",
         manifest="<results>/data/{model}/benchmarks/{benchmark}.manifest.json",
@@ -58,8 +58,7 @@ rule prepare_benchmark:
 
 rule prepare_queries:
     input:
-        model=ancient("<results>/models/{model}.json"),
-        benchmarks=benchmarks_of_model,
+        model="<results>/models/{model}.json",
     output:
         queries="<results>/data/{model}/{train_set}.parquet",
         manifest="<results>/data/{model}/{train_set}.manifest.json",
@@ -73,14 +72,32 @@ rule prepare_queries:
     params:
         spec=queries_spec,
     shell:
-        "python -m erpo prepare-queries --log {log:q} --spec {params.spec:q} --model {input.model:q} --benchmarks {input.benchmarks:q}"
+        "python -m erpo prepare-queries --log {log:q} --spec {params.spec:q} --model {input.model:q}"
         " --data-dir {resources.data_dir:q} --out {output.queries:q} --manifest {output.manifest:q}"
+
+
+rule check_overlap:
+    input:
+        queries="<results>/data/{model}/{train_set}.parquet",
+        benchmarks=benchmarks_of_model,
+    output:
+        "<results>/data/{model}/{train_set}.overlap.json",
+    log:
+        "<logs>/check_overlap/{model}/{train_set}.log",
+    benchmark:
+        "<benchmarks>/check_overlap/{model}/{train_set}.tsv"
+    localrule: True
+    params:
+        spec=overlap_spec,
+    shell:
+        "python -m erpo check-overlap --log {log:q} --spec {params.spec:q} --queries {input.queries:q}"
+        " --benchmarks {input.benchmarks:q} --out {output:q}"
 
 
 rule cache_reference:
     input:
-        model=ancient("<results>/models/{model}.json"),
-        queries=ancient("<results>/data/{model}/{train_set}.parquet"),
+        model="<results>/models/{model}.json",
+        queries="<results>/data/{model}/{train_set}.parquet",
     output:
         marker="<results>/reference/{model}/{train_set}.json",
     log:

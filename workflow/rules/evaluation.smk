@@ -4,11 +4,11 @@ rule generate:
         policy=policy_of_cell,
         benchmarks=benchmarks_of_run,
     output:
-        marker="<results>/samples/<cell>/{shard}.json",
+        marker="<results>/samples/{run}/seed{seed}/step{step}/{shard}.json",
     log:
-        "<logs>/generate/<cell>/{shard}.log",
+        "<logs>/generate/{run}/seed{seed}/step{step}/{shard}.log",
     benchmark:
-        "<benchmarks>/generate/<cell>/{shard}.tsv"
+        "<benchmarks>/generate/{run}/seed{seed}/step{step}/{shard}.tsv"
     threads: machine("generate", "threads")
     resources:
         mem_mb=machine("generate", "mem_mb"),
@@ -30,11 +30,11 @@ rule score:
         samples=samples_of_cell,
         benchmarks=benchmarks_of_run,
     output:
-        scores="<results>/scores/<cell>.parquet",
+        scores="<results>/scores/{run}/seed{seed}/step{step}.parquet",
     log:
-        "<logs>/score/<cell>.log",
+        "<logs>/score/{run}/seed{seed}/step{step}.log",
     benchmark:
-        "<benchmarks>/score/<cell>.tsv"
+        "<benchmarks>/score/{run}/seed{seed}/step{step}.tsv"
     threads: machine("score", "threads")
     resources:
         mem_mb=machine("score", "mem_mb"),

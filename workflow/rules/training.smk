@@ -3,11 +3,11 @@ rule train:
     input:
         unpack(training_inputs),
     output:
-        marker="<run>/step{step}.json",
+        marker="<results>/runs/{run}/seed{seed}/step{step}.json",
     log:
-        "<logs>/train/<cell>.log",
+        "<logs>/train/{run}/seed{seed}/step{step}.log",
     benchmark:
-        "<benchmarks>/train/<cell>.tsv"
+        "<benchmarks>/train/{run}/seed{seed}/step{step}.tsv"
     threads: machine("train", "threads")
     resources:
         mem_mb=machine("train", "mem_mb"),
