@@ -40,11 +40,11 @@ def sampling_rule(spec: dict[str, Any]) -> str:
     )
 
 
-def interval_rule(symbol: str) -> str:
-    """What an interval is."""
+def interval_rule(symbol: str, spread: str = "") -> str:
+    """What an interval is, and where the spread over seeds stands."""
     return (
         f"{symbol} {CONFIDENCE:.0%} bootstrap interval over problems, of values averaged over seeds; "
-        "it says nothing about other seeds, whose spread stands in the CSV."
+        f"it does not cover how much another seed would differ{spread}."
     )
 
 
@@ -55,7 +55,11 @@ def table_notes(spec: dict[str, Any], frame: pd.DataFrame) -> list[str]:
     notes = [checkpoint_rule(spec)]
     if len(scored):
         notes += [metric_sentence(metric, spec["samples"]) for metric in dict.fromkeys(scored["metric"])]
-        notes += ["Percent. " + sampling_rule(spec), interval_rule("±: half of the"), *_comparison_notes(scored)]
+        notes += [
+            "Percent. " + sampling_rule(spec),
+            interval_rule("±: half of the", " (the spread over seeds stands in the CSV)"),
+            *_comparison_notes(scored),
+        ]
         notes += [honesty(scored)]
     if logged:
         notes.append(f"{listed(logged)}: mean over seeds of what training logged at the row's step; - where it was not measured.")

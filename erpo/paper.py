@@ -313,13 +313,14 @@ def lay_out(table: Table) -> typeset.Sheet:
     logged = [metric for metric in table.metrics if "/" in metric]
     by_step = table.spec["artefact"]["columns"] == "step"
     labels = {line["metric"]: line["label"] for line in lines.values()}
+    beside = [(name, name, name) for name in logged]
     if by_step:
         sections = [[(column.label, column.key, metric) for column in _step_columns(table)] for metric in table.metrics]
-    elif len(table.columns) == 1:
-        sections = [[(labels[metric], table.columns[0].key, metric) for metric in scored] + [(name, name, name) for name in logged]]
+    elif len(table.columns) < 2:
+        sections = [[(labels[metric], table.columns[0].key, metric) for metric in scored] + beside]
     else:
         sections = [[(column.label, column.key, metric) for column in table.columns] for metric in scored]
-        sections[0] += [(name, name, name) for name in logged]
+        sections[0] += beside
     blocks = []
     for section in sections:
         rows = [(row.label, [_shown(lines, row, key, metric) for _, key, metric in section]) for row in table.rows]

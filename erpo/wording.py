@@ -41,6 +41,20 @@ def span(values: Sequence[float]) -> str:
     return f"{labels[0]} to {labels[-1]} ({len(labels)} of them)"
 
 
+def ranges(values: Sequence[float], known: Sequence[float]) -> str:
+    """Temperatures among the known ones, neighbours joined: `0.1 to 0.4 and 1.5`, or `all 15 temperatures`."""
+    if len(values) == len(known) > 1:
+        return f"all {len(known)} temperatures"
+    places, groups = [known.index(value) for value in values], []
+    for place in places:
+        if groups and groups[-1][-1] == place - 1:
+            groups[-1].append(place)
+        else:
+            groups.append([place])
+    ends = [list(dict.fromkeys(temperature_label(known[place]) for place in (group[0], group[-1]))) for group in groups]
+    return "T = " + listed([" to ".join(pair) for pair in ends])
+
+
 def listed(names: Sequence[object]) -> str:
     """`a`, `a and b`, `a, b and c`."""
     texts = [str(name) for name in names]
@@ -67,7 +81,7 @@ def comparison(row: Mapping[str, Any], where: str) -> str:
     if not row["complete"]:
         return f"{where}: {run} against {baseline} rests on incomplete samples ({facts}): no verdict."
     if is_sure(row):
-        return f"{where}: {run} is {'above' if row['difference'] > 0 else 'below'} {baseline} by {facts}."
+        return f"{where}: {run} is {'above' if row['difference'] > 0 else 'below'} {baseline} ({facts})."
     why = "the seeds disagree" if row["significant"] else f"p is not below {ALPHA:g}"
     return f"{where}: no difference shown between {run} and {baseline} ({facts}; {why})."
 

@@ -81,3 +81,79 @@ def write_training(folder, run, seed, step, rows, settings=None, **facts):
     }
     marker.write_text(json.dumps({**content, **paths, "seconds": 12.0, **facts}))
     return marker
+
+
+STUDY = """
+seeds: [0, 1]
+models: {tiny: {kind: synthetic}}
+train_sets: {train: {kind: synthetic, families: [chain], size: 64}}
+benchmarks:
+  easy: {kind: synthetic, families: [chain], size: 20, seed: 1}
+  hard: {kind: synthetic, families: [chain], size: 20, seed: 2}
+evaluation: {temperatures: [0.5, 1.0, 1.3], samples: 4, max_response_tokens: 64}
+defaults: {model: tiny, train_set: train, steps: 20}
+runs:
+  base: {steps: 0}
+  grpo: {kl_on: response}
+  erpo: {kl_on: query, query_weight: reference_likelihood}
+"""
+"""A small study file; tests add tables and figures to it."""
+
+
+def log_rows(steps, query_kl, every=5):
+    """A training log in which every number is known: Query-KL grows to `query_kl`, Policy-KL is measured every few steps."""
+    rows = []
+    for step in range(1, steps + 1):
+        row = {"step": step, "kl/query": query_kl * step / steps, "reward/accuracy": 0.4 + 0.2 * step / steps, "reward/mean": 0.5}
+        row |= {"policy/entropy": 1.0 - 0.5 * step / steps, "response/length": 20.0, "time/total": 2.0, "grad/norm": 1.0 / step}
+        row |= {"query_weight/mean": 1.0, "query_weight/ess": 0.9, "gradient/cosine": 0.01 * step}
+        rows.append(row | ({"kl/response": 0.05 * step / steps} if step % every == 0 else {}))
+    return rows
+
+
+def make_results(folder, study, gain=0.0, keep=lambda cell: True):
+    """Scores and training markers of every checkpoint of a study; erpo is better than grpo by `gain`. Returns two mappings."""
+    from erpo.config import cells, run_spec, scored_cells
+
+    evaluation = study.evaluation
+    sizes = {name: entry.size for name, entry in study.benchmarks.items()}
+    better = {"base": -0.1, "grpo": 0.0, "erpo": gain}
+    wanted = {cell for found in scored_cells(study).values() for cell in found}
+    wanted |= {cell for artefact in (*study.tables.values(), *study.figures.values()) for cell in cells(study, artefact)}
+    scores, markers = {}, {}
+    for cell in sorted(wanted):
+        rng = np.random.default_rng([cell.seed, len(cell.run), cell.step, ord(cell.run[0])])
+        table = simulate_scores(
+            rng, lambda _, t, run=cell.run: 0.5 + better.get(run, 0.0) - 0.1 * t, sizes, evaluation.temperatures, evaluation.samples
+        )
+        if keep(cell):
+            facts = {"commit": "c" * 40, "versions": {"math-verify": "0.9.0"}, "study": study.name}
+            scores[cell] = write_cell(folder, table, *cell, evaluation.samples, sizes, evaluation.temperatures, **facts)
+        if cell.step > 0:
+            last = max(other.step for other in wanted if other.run == cell.run)
+            rows = log_rows(last, 1.0 if cell.run == "grpo" else 0.1)
+            markers[cell] = write_training(folder, *cell, rows, spec=run_spec(study, cell.run))
+    return scores, markers
+
+
+def study_with(folder, tables="", figures=""):
+    """The small study with tables and figures given as YAML lines."""
+    from erpo.config import load_study
+
+    path = Path(folder) / "small.yaml"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(STUDY + ("tables:\n" + tables if tables else "") + ("figures:\n" + figures if figures else ""))
+    return load_study(str(path))
+
+
+def inputs_of(study, name, scores, markers):
+    """Keyword arguments for make_table and make_figure."""
+    from erpo.config import cells, drawn_spec, needs_scores, needs_training
+
+    artefact = study.tables.get(name) or study.figures[name]
+    asked = cells(study, artefact)
+    return {
+        "spec": drawn_spec(study, name),
+        "scores": [scores[cell] for cell in asked if cell in scores] if needs_scores(artefact) else [],
+        "markers": [markers[cell] for cell in asked if cell in markers] if needs_training(artefact) else [],
+    }

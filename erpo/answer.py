@@ -1,0 +1,154 @@
+"""Which method wins at which temperature, and how sure that is: the comparisons of one table, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from erpo.aggregate import Scores, metric_label, problem_values, read_scores
+from erpo.config import temperature_label
+from erpo.summaries import ALPHA, Place, difference, holm, seeds_by_checkpoint, summarise
+from erpo.wording import comparison, is_sure, ranges
+
+METRIC = "avg@n"
+
+
+@dataclass
+class Answer:
+    """What the scores say."""
+
+    sentences: list[str] = field(default_factory=list)
+    runs: list[str] = field(default_factory=list)
+    baseline: str = ""
+    metric: str = ""
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    """One per temperature or band: label, values by run, and comparisons by run."""
+    cautions: list[str] = field(default_factory=list)
+
+
+def answer(spec: dict[str, Any], paths: Sequence[Path]) -> Answer:
+    """Compare the runs of a table with its baseline at every temperature, in each band and over the sweep.
+
+    Args:
+        spec: `config.drawn_spec` of a table with a baseline.
+        paths: scores files; those of other checkpoints are left out by the caller.
+    """
+    baseline = spec["artefact"]["baseline"]
+    found = Answer(runs=list(spec["runs"]), baseline=baseline or "", metric=metric_label(METRIC, spec["samples"]))
+    if not paths:
+        found.sentences.append("There are no scores yet, so there is no answer yet.")
+        return found
+    scores = read_scores(paths, spec["samples"])
+    values = problem_values(scores, METRIC)
+    found.rows = [_row(spec, scores, values, *part) for part in _parts(spec)]
+    if baseline is None:
+        found.sentences.append("No table names a baseline, so nothing is tested; the values stand below.")
+        return found
+    _correct([row for row in found.rows if row["is_temperature"]])
+    _correct([row for row in found.rows if not row["is_temperature"]])
+    trained = {run for run, _, step in spec["cells"] if step > 0}
+    for run in sorted(found.runs, key=lambda run: run not in trained):  # what was trained first
+        if run != baseline:
+            found.sentences += _about(run, baseline, found.rows)
+    found.cautions = _cautions(spec, found)
+    return found
+
+
+def _parts(spec: dict[str, Any]) -> list[tuple[str, str, tuple[float, ...], bool]]:
+    """Label, words, temperatures, and whether it is a single temperature."""
+    temperatures = tuple(spec["temperatures"])
+    parts = [("all", "Over the whole sweep", temperatures, False)]
+    for name in ("low", "high"):
+        low, high = spec[f"{name}_band"]
+        inside = tuple(value for value in temperatures if low - 1e-9 <= value <= high + 1e-9)
+        if inside and inside != temperatures:
+            parts.append(
+                (
+                    f"{name} band",
+                    f"In the {name} band (T = {temperature_label(inside[0])} to {temperature_label(inside[-1])})",
+                    inside,
+                    False,
+                )
+            )
+    single = [(f"T={temperature_label(value)}", f"At T={temperature_label(value)}", (value,), True) for value in temperatures]
+    return parts + single if len(temperatures) > 1 else single
+
+
+def _row(
+    spec: dict[str, Any], scores: Scores, values: np.ndarray, label: str, words: str, temperatures: tuple[float, ...], single: bool
+) -> dict[str, Any]:
+    seeds, places = seeds_by_checkpoint(spec["cells"]), {}
+    for (run, step), chosen in seeds.items():
+        places[run] = Place(run, step, chosen, tuple(spec["benchmarks"]), temperatures)  # the last step of several
+    cells = {run: summarise(scores, values, place) for run, place in places.items()}
+    baseline = spec["artefact"]["baseline"]
+    compared = {}
+    for run, place in places.items():
+        change = difference(scores, values, place, places[baseline]) if baseline in places and run != baseline else None
+        if change is not None:
+            compared[run] = {
+                "run": run,
+                "baseline": baseline,
+                "difference": change.value,
+                "difference_low": change.low,
+                "difference_high": change.high,
+                "p_value": change.p_value,
+                "seeds_compared": len(change.by_seed),
+                "seeds_agreeing": change.seeds_agreeing,
+                "complete": cells[run].is_complete and cells[baseline].is_complete,
+            }
+    return {
+        "label": label,
+        "words": words,
+        "is_temperature": single,
+        "temperatures": temperatures,
+        "cells": cells,
+        "compared": compared,
+    }
+
+
+def _correct(rows: list[dict[str, Any]]) -> None:
+    """Holm over all comparisons of these rows."""
+    lines = [line for row in rows for line in row["compared"].values()]
+    for line, p_value in zip(lines, holm([line["p_value"] for line in lines]), strict=True):
+        line["p_adjusted"] = p_value
+        line["significant"] = bool(line["complete"] and p_value < ALPHA)
+
+
+def _about(run: str, baseline: str, rows: list[dict[str, Any]]) -> list[str]:
+    """Sentences on one run: the sweep, the bands, and the temperatures at which it is shown to differ."""
+    wide = [row for row in rows if not row["is_temperature"] and run in row["compared"]]
+    sentences = [comparison(row["compared"][run], row["words"]) for row in wide]
+    single = [row for row in rows if row["is_temperature"] and run in row["compared"]]
+    if not single:
+        return sentences
+    known = [row["temperatures"][0] for row in single]
+    said, left = [], len(single)
+    for word, sign in (("above", 1), ("below", -1)):
+        lines = [(row["temperatures"][0], row["compared"][run]) for row in single]
+        at = [value for value, line in lines if is_sure(line) and np.sign(line["difference"]) == sign]
+        said += [f"{word} {baseline} at {ranges(at, known)}"] if at else []
+        left -= len(at)
+    if not said:
+        return [*sentences, f"At no single temperature is {run} shown to differ from {baseline}."]
+    rest = f"; at the other {left} no difference is shown" if left else ""
+    return [*sentences, f"Temperature by temperature: {run} is {' and '.join(said)}{rest}."]
+
+
+def _cautions(spec: dict[str, Any], found: Answer) -> list[str]:
+    counts = {len(seeds) for seeds in seeds_by_checkpoint(spec["cells"]).values()}
+    fewest = min(counts)
+    cautions = [
+        f"Tests are paired over problems: they say whether these trained policies differ on problems of this kind. With "
+        f"{fewest} seed{'s' if fewest > 1 else ''} a run, how much another training would differ is "
+        + ("not measured." if fewest < 2 else "measured roughly at best: look at the sign in every seed."),
+        f"P-values are Holm-corrected over the temperatures and runs compared; a claim needs p < {ALPHA:g} and the same sign in "
+        "every seed.",
+    ]
+    if any(not cell.is_complete for row in found.rows for cell in row["cells"].values()):
+        cautions.append("Some samples are missing: values marked † rest on what is there, and nothing is claimed from them.")
+    return cautions

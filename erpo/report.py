@@ -1,0 +1,255 @@
+"""One self-contained HTML page: the answer in words, tables, figures, runs with curves and samples, cost and provenance."""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import pandas as pd
+
+from erpo import __version__
+from erpo.aggregate import read_facts
+from erpo.answer import Answer, answer
+from erpo.checkpoint import read_json, write_atomic
+from erpo.config import RunConfig
+from erpo.curves import read_curves, read_markers
+from erpo.typeset import Sheet
+from erpo.wording import percent, plain, points
+
+TEMPLATE = "report.html.j2"
+_CURVES = {
+    "reward/accuracy": "training accuracy",
+    "kl/query": "Query-KL",
+    "kl/response": "Policy-KL",
+    "policy/entropy": "entropy",
+    "response/length": "response length",
+    "grad/norm": "gradient norm",
+}
+_SAMPLES = 6
+"""Samples shown per run, from the last step that kept any."""
+_SAMPLE_CHARACTERS = 4000
+_CSS_PIXELS = 0.65
+"""Size on the page of a pixel of a figure (200 dpi, shown a little larger than in print)."""
+_CHART = (220.0, 90.0)
+"""Width and height of a small chart."""
+
+
+def make_report(
+    *,
+    study_spec: dict[str, Any],
+    tables: Sequence[Path],
+    figures: Sequence[Path],
+    markers: Sequence[Path],
+    scores: Sequence[Path],
+    out: Path,
+) -> None:
+    """Write the report.
+
+    Args:
+        study_spec: `config.report_spec`.
+        tables: stems of tables.
+        figures: stems of figures.
+        markers: training markers.
+        scores: scores files.
+        out: the HTML page.
+
+    Raises:
+        ValueError: a table or figure that does not exist, or damaged inputs.
+    """
+    training = read_markers(path for path in markers if path.is_file())
+    shown_tables = [_table(stem, out) for stem in tables]
+    shown_figures = [_figure(stem, out) for stem in figures]
+    present = [path for path in scores if path.is_file()]
+    curves = read_curves(training)
+    page = (
+        _environment()
+        .get_template(TEMPLATE)
+        .render(
+            study=study_spec,
+            version=__version__,
+            answer=_answer(shown_tables, present),
+            tables=shown_tables,
+            figures=shown_figures,
+            runs=[_run(name, settings, training, curves) for name, settings in study_spec["runs"].items()],
+            costs=_costs(training, curves),
+            jobs=_jobs(study_spec, training, present),
+            provenance=_provenance([*shown_tables, *shown_figures]),
+        )
+    )
+    write_atomic(out, page.encode())
+
+
+def _environment() -> jinja2.Environment:
+    """Templates that escape whatever is put into them: responses of a model are text, never markup."""
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters.update(percent=percent, plain=plain, points=points, duration=duration)
+    return environment
+
+
+def duration(seconds: float) -> str:
+    """Seconds as people say them."""
+    if seconds < 60:
+        return f"{seconds:.0f} s"
+    if seconds < 3600:
+        return f"{seconds / 60:.1f} min"
+    return f"{seconds / 3600:.1f} h"
+
+
+# --- tables and figures ------------------------------------------------------------------------------------------------
+
+
+def _table(stem: Path, out: Path) -> dict[str, Any]:
+    sidecar = read_json(stem.with_name(f"{stem.name}.json"))
+    files = [(ending, _link(stem, ending, out)) for ending in ("csv", "parquet", "md", "tex", "json")]
+    return {"name": stem.name, "sheet": Sheet.from_json(sidecar), "sidecar": sidecar, "files": files}
+
+
+def _figure(stem: Path, out: Path) -> dict[str, Any]:
+    png = stem.with_name(f"{stem.name}.png").read_bytes()
+    width = round(int.from_bytes(png[16:20], "big") * _CSS_PIXELS)  # the header's width
+    files = [(ending, _link(stem, ending, out)) for ending in ("pdf", "png", "csv", "json")]
+    return {
+        "name": stem.name,
+        "image": base64.b64encode(png).decode(),
+        "width": width,
+        "sidecar": read_json(stem.with_name(f"{stem.name}.json")),
+        "files": files,
+    }
+
+
+def _link(stem: Path, ending: str, out: Path) -> str:
+    """Relative address of a file beside the report; the page itself never loads it."""
+    path = stem.with_name(f"{stem.name}.{ending}")
+    return path.relative_to(out.parent).as_posix() if path.is_relative_to(out.parent) else path.as_posix()
+
+
+def _answer(tables: Sequence[dict[str, Any]], scores: Sequence[Path]) -> Answer:
+    """The comparison of the first table that names a baseline (else of the first one with scores)."""
+    scored = [table for table in tables if any("/" not in metric for metric in table["sidecar"]["spec"]["artefact"]["metrics"])]
+    named = [table for table in scored if table["sidecar"]["spec"]["artefact"]["baseline"]]
+    if not scored:
+        return Answer(sentences=["The study has no table of scores, so there is nothing to compare."])
+    spec = (named or scored)[0]["sidecar"]["spec"]
+    wanted = {tuple(cell) for cell in spec["cells"]}
+    return answer(spec, [path for path in scores if _cell(read_facts(path)) in wanted])
+
+
+def _cell(facts: dict[str, Any]) -> tuple[str, int, int]:
+    return facts["run"], facts["seed"], facts["step"]
+
+
+# --- runs --------------------------------------------------------------------------------------------------------------
+
+
+def _run(name: str, settings: dict[str, Any], training: Sequence[dict[str, Any]], curves: pd.DataFrame) -> dict[str, Any]:
+    mine = [marker for marker in training if marker["run"] == name]
+    fields = RunConfig.model_fields
+    described = [
+        {"key": key, "value": json.dumps(value), "meaning": fields[key].description or ""}
+        for key, value in sorted(settings.items())
+    ]
+    charts = [chart for key, title in _CURVES.items() if (chart := _chart(curves, name, key, title))]
+    return {"name": name, "settings": described, "markers": mine, "charts": charts, "samples": _samples(mine)}
+
+
+def _chart(curves: pd.DataFrame, run: str, key: str, title: str) -> dict[str, Any] | None:
+    """A small line chart as points of polylines, one per seed; None without data."""
+    if key not in curves:
+        return None
+    rows = curves[(curves["run"] == run) & curves[key].notna()]
+    if len(rows) < 2 or rows["step"].min() == rows["step"].max():
+        return None
+    width, height = _CHART
+    first, last = float(rows["step"].min()), float(rows["step"].max())
+    low, high = float(rows[key].min()), float(rows[key].max())
+    reach = (high - low) or 1.0
+    lines = []
+    for seed, part in rows.groupby("seed"):
+        at = [
+            f"{width * (step - first) / (last - first):.1f},{height * (high - value) / reach:.1f}"
+            for step, value in zip(part["step"], part[key], strict=True)
+        ]
+        lines.append({"seed": int(seed), "points": " ".join(at)})
+    return {
+        "title": title,
+        "lines": lines,
+        "low": low,
+        "high": high,
+        "first": int(first),
+        "last": int(last),
+        "width": width,
+        "height": height,
+    }
+
+
+def _samples(markers: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The newest samples that the run's first seed kept."""
+    if not markers or "samples" not in markers[0]:
+        return []
+    newest = max((marker for marker in markers if marker["seed"] == markers[0]["seed"]), key=lambda marker: marker["step"])
+    path = newest["path"].parent / newest["samples"]
+    rows = [row for line in path.read_text(encoding="utf-8").splitlines() if (row := _parsed(line))] if path.is_file() else []
+    rows = [row for row in rows if row["step"] <= newest["step"]]
+    last = [row for row in rows if row["step"] == rows[-1]["step"]][:_SAMPLES]
+    return [{**row, "response": _cut(str(row["response"]))} for row in last]
+
+
+def _parsed(line: str) -> dict[str, Any] | None:
+    """A row of the sample table; None for a line cut by a kill."""
+    try:
+        return json.loads(line)
+    except ValueError:
+        return None
+
+
+def _cut(text: str) -> str:
+    left = len(text) - _SAMPLE_CHARACTERS
+    return text if left <= 0 else f"{text[:_SAMPLE_CHARACTERS]} [{left} more characters]"
+
+
+# --- cost and provenance -----------------------------------------------------------------------------------------------
+
+
+def _costs(training: Sequence[dict[str, Any]], curves: pd.DataFrame) -> dict[str, Any]:
+    """Seconds of training by run and seed, as the logs add up."""
+    rows = []
+    for run, seed in sorted({(marker["run"], marker["seed"]) for marker in training}):
+        part = curves[(curves["run"] == run) & (curves["seed"] == seed)]
+        seconds = {name: _total(part, f"time/{name}") for name in ("total", "rollout", "grade", "update")}
+        steps, peak = int(part["step"].max()), float(part["memory/peak_gib"].max()) if "memory/peak_gib" in part else math.nan
+        rows.append({"run": run, "seed": seed, "steps": steps, "peak": peak, **seconds})
+    return {"rows": rows, "total": sum(row["total"] for row in rows)}
+
+
+def _total(part: pd.DataFrame, key: str) -> float:
+    return float(part[key].sum()) if key in part else 0.0
+
+
+def _jobs(spec: dict[str, Any], training: Sequence[dict[str, Any]], scores: Sequence[Path]) -> list[dict[str, Any]]:
+    """The chain of stages and how many jobs of each this report rests on."""
+    counts = {
+        "train": (len(training), "checkpoints"),
+        "generate, score": (len(scores), "evaluated checkpoints"),
+        "table": (len(spec["tables"]), "tables"),
+        "figure": (len(spec["figures"]), "figures"),
+    }
+    return [{"name": name, "count": count, "what": what} for name, (count, what) in counts.items()]
+
+
+def _provenance(artefacts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Distinct inputs, commits and tools of everything shown."""
+    inputs = {entry["path"]: entry for artefact in artefacts for entry in artefact["sidecar"]["inputs"]}
+    commits = sorted({commit for artefact in artefacts for commit in artefact["sidecar"]["commits"]})
+    tools = {name: number for artefact in artefacts for name, number in artefact["sidecar"]["made_by"].items()}
+    return {"inputs": [inputs[path] for path in sorted(inputs)], "commits": commits, "tools": tools}

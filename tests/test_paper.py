@@ -1,0 +1,263 @@
+"""Tables: every cell against numbers worked out from the samples, holes, honesty, formats, byte-identical rebuilds."""
+
+import hashlib
+import json
+
+import numpy as np
+import pandas as pd
+import pyarrow.parquet as pq
+import pytest
+
+from erpo.aggregate import read_facts
+from erpo.config import Cell
+from erpo.paper import headline, make_table
+from erpo.scores import write_scores
+from tests.synthetic import inputs_of, log_rows, make_results, study_with
+
+MAIN = (
+    "  main: {runs: [base, grpo, erpo], metrics: [avg@n, pass@n, pass@1, 'pass@1:first', maj@n], baseline: grpo, caption: Swept.}\n"
+)
+
+
+def build(tmp_path, tables, name="main", gain=0.0, **more):
+    study = study_with(tmp_path, tables)
+    scores, markers = make_results(tmp_path, study, gain, **more)
+    make_table(**inputs_of(study, name, scores, markers), out_stem=tmp_path / "tables" / name)
+    return pd.read_csv(tmp_path / "tables" / f"{name}.csv"), scores
+
+
+def cell(frame, run, column, metric="avg@n", step=None):
+    found = frame[(frame["run"] == run) & (frame["column"] == column) & (frame["metric"] == metric)]
+    found = found if step is None else found[found["step"] == step]
+    assert len(found) == 1
+    return found.iloc[0]
+
+
+def test_cells_are_what_the_samples_say(tmp_path):
+    frame, scores = build(tmp_path, MAIN)
+    rows = pd.concat([pq.read_table(scores[Cell("erpo", seed, 20)]).to_pandas().assign(seed=seed) for seed in (0, 1)])
+    rows["benchmark"] = rows["benchmark"].astype(str)
+    easy = rows[rows["benchmark"] == "easy"]
+    assert cell(frame, "erpo", "easy")["value"] == pytest.approx(easy["correct"].mean())
+    by_benchmark = rows.groupby("benchmark")["correct"].mean()
+    assert cell(frame, "erpo", "mean")["value"] == pytest.approx(by_benchmark.mean())
+    solved = easy.groupby(["seed", "query_id", "temperature"])["correct"].any().mean()
+    assert cell(frame, "erpo", "easy", "pass@n")["value"] == pytest.approx(solved)
+    first = easy[easy["sample_index"] == 0]["correct"].mean()
+    assert cell(frame, "erpo", "easy", "pass@1:first")["value"] == pytest.approx(first)
+    by_seed = easy.groupby("seed")["correct"].mean()
+    got = cell(frame, "erpo", "easy")
+    assert (got["seed_min"], got["seed_max"]) == pytest.approx((by_seed.min(), by_seed.max()))
+    assert got["seed_sd"] == pytest.approx(by_seed.std(ddof=1))
+    clean = easy[~easy["flagged"]]["correct"].mean()
+    assert got["value_clean"] == pytest.approx(clean)
+
+
+def test_every_cell_carries_its_honesty(tmp_path):
+    frame, scores = build(tmp_path, MAIN)
+    got = cell(frame, "grpo", "hard")
+    rows = pd.concat([pq.read_table(scores[Cell("grpo", seed, 20)]).to_pandas() for seed in (0, 1)])
+    rows = rows[rows["benchmark"].astype(str) == "hard"]
+    assert (got["samples"], got["samples_expected"]) == (480, 480)  # 20 problems x 3 temperatures x 4 samples x 2 seeds
+    assert (got["problems"], got["problems_expected"]) == (20, 20)
+    assert got["truncated"] == pytest.approx(rows["truncated"].mean())
+    assert got["no_answer"] == pytest.approx((rows["verdict"].astype(str) == "no_answer").mean())
+    assert got["grader_error"] == 0
+    assert got["low"] < got["value"] < got["high"]
+    assert cell(frame, "erpo", "mean")["baseline"] == "grpo"
+    assert np.isnan(cell(frame, "grpo", "mean")["difference"])
+    assert len(frame) == 3 * 3 * 5
+
+
+def test_a_second_build_is_the_same_file(tmp_path):
+    study = study_with(tmp_path, MAIN)
+    scores, markers = make_results(tmp_path, study)
+    digests = []
+    for name in ("one", "two"):
+        inputs = inputs_of(study, "main", scores, markers)
+        inputs["scores"] = inputs["scores"] if name == "one" else inputs["scores"][::-1]
+        make_table(**inputs, out_stem=tmp_path / name / "main")
+        files = sorted((tmp_path / name).iterdir())
+        assert [path.name for path in files] == ["main.csv", "main.json", "main.md", "main.parquet", "main.tex"]
+        digests.append([hashlib.sha256(path.read_bytes()).hexdigest() for path in files])
+    assert digests[0] == digests[1]
+
+
+def test_parquet_and_csv_hold_the_same(tmp_path):
+    frame, _ = build(tmp_path, MAIN)
+    other = pd.read_parquet(tmp_path / "tables/main.parquet")
+    assert list(other.columns) == list(frame.columns)
+    assert (other["value"].to_numpy() == frame["value"].to_numpy()).all()  # full precision survives the CSV
+
+
+def test_sidecar_proves_its_inputs(tmp_path):
+    _, scores = build(tmp_path, MAIN)
+    sidecar = json.loads((tmp_path / "tables/main.json").read_text())
+    assert len(sidecar["inputs"]) == 6
+    for entry in sidecar["inputs"]:
+        path = scores[Cell(entry["run"], entry["seed"], entry["step"])]
+        assert entry["sha256"] == hashlib.sha256(path.read_bytes()).hexdigest()
+    assert sidecar["commits"] == ["c" * 40]
+    assert sidecar["outputs"]["main.csv"] == hashlib.sha256((tmp_path / "tables/main.csv").read_bytes()).hexdigest()
+
+
+def test_a_real_difference_is_marked_and_none_is_not(tmp_path):
+    better, _ = build(tmp_path / "better", MAIN, gain=0.2)
+    alike, _ = build(tmp_path / "alike", MAIN, gain=0.0)
+    assert cell(better, "erpo", "mean")["significant"]
+    assert cell(better, "erpo", "mean")["best"]
+    assert not alike[alike["run"] == "erpo"]["significant"].any()
+    assert "**" in (tmp_path / "better/tables/main.md").read_text()
+    pure = better[(better["metric"] == "avg@n") & better["p_value"].notna()]
+    assert (pure["p_adjusted"] >= pure["p_value"]).all()
+    assert pure["p_adjusted"].max() > pure["p_value"].max() or pure["p_value"].max() == 1
+
+
+def test_a_deleted_cell_is_marked_and_nothing_else_changes(tmp_path):
+    """One method, benchmark, temperature and seed is gone: its cell and every mean with it say so; the rest is as before."""
+    table = (
+        "  main: {runs: [grpo, erpo], metrics: [avg@n, pass@n], baseline: grpo}\n"
+        "  hot: {runs: [grpo, erpo], columns: temperature, metrics: [avg@n], baseline: grpo}\n"
+    )
+    study = study_with(tmp_path, table)
+    scores, markers = make_results(tmp_path, study, gain=0.2)
+    before = {name: frame_of(study, name, scores, markers, tmp_path / "before") for name in ("main", "hot")}
+    path = scores[Cell("erpo", 1, 20)]
+    rows = pq.read_table(path)
+    gone = (np.array(rows["benchmark"].to_pylist()) == "hard") & np.isclose(rows["temperature"].to_numpy(), 1.3)
+    write_scores(path, rows.filter(~gone), read_facts(path))
+    after = {name: frame_of(study, name, scores, markers, tmp_path / "after") for name in ("main", "hot")}
+    for metric in ("avg@n", "pass@n"):
+        for column, found in (("hard", 400), ("mean", 880)):
+            got = cell(after["main"], "erpo", column, metric)
+            assert not got["complete"]
+            assert not got["best"]
+            assert not got["significant"]
+            assert got["samples"] == found
+            assert got["missing"] == "results/small/scores/erpo/seed1/step20.parquet"
+    assert not cell(after["hot"], "erpo", "T=1.3")["complete"]
+    untouched = [("main", "grpo", "easy"), ("main", "grpo", "mean"), ("main", "erpo", "easy"), ("hot", "erpo", "T=0.5")]
+    for name, run, column in untouched:
+        old, new = cell(before[name], run, column), cell(after[name], run, column)
+        same = old.index.difference(["p_adjusted"])  # Holm looks at all comparisons
+        pd.testing.assert_series_equal(old[same], new[same], check_names=False)
+    text = (tmp_path / "after/main.md").read_text()
+    assert "snakemake results/small/scores/erpo/seed1/step20.parquet" in text
+    assert "†" in text
+
+
+def frame_of(study, name, scores, markers, folder):
+    make_table(**inputs_of(study, name, scores, markers), out_stem=folder / name)
+    return pd.read_csv(folder / f"{name}.csv", keep_default_na=True, na_values=[""])
+
+
+def test_a_missing_file_leaves_the_other_seed(tmp_path):
+    frame, _ = build(tmp_path, MAIN, keep=lambda cell: cell != Cell("erpo", 0, 20))
+    got = cell(frame, "erpo", "mean")
+    assert (got["seeds"], got["seeds_expected"], got["complete"]) == (1, 2, False)
+    assert got["seeds_compared"] == 1
+    assert np.isfinite(got["value"])
+
+
+def test_a_run_without_any_file_has_no_value_and_nobody_is_best(tmp_path):
+    frame, _ = build(tmp_path, MAIN, gain=0.2, keep=lambda cell: cell.run != "grpo")
+    assert np.isnan(cell(frame, "grpo", "mean")["value"])
+    assert not frame["best"].any()
+    assert not frame["significant"].any()
+    assert "-†" in (tmp_path / "tables/main.md").read_text()
+
+
+def test_columns_by_temperature_band_step_and_none(tmp_path):
+    tables = (
+        "  hot: {runs: [grpo], columns: temperature}\n"
+        "  bands: {runs: [grpo], columns: band}\n"
+        "  long: {runs: [base, grpo], columns: step, steps: [10, 20]}\n"
+        "  one: {runs: [grpo, erpo], columns: none, metrics: [avg@n, 'pass@2', kl/query]}\n"
+    )
+    study = study_with(tmp_path, tables)
+    scores, markers = make_results(tmp_path, study)
+    frames = {name: frame_of(study, name, scores, markers, tmp_path / "t") for name in study.tables}
+    assert list(frames["hot"]["column"]) == ["T=0.5", "T=1.0", "T=1.3", "mean"]
+    assert cell(frames["hot"], "grpo", "mean")["value"] == pytest.approx(frames["hot"]["value"][:3].mean())
+    assert list(frames["bands"]["column"]) == ["low_band", "high_band", "mean"]
+    assert cell(frames["bands"], "grpo", "low_band")["value"] == pytest.approx(frames["hot"]["value"][:2].mean())
+    assert cell(frames["bands"], "grpo", "high_band")["value"] == pytest.approx(frames["hot"]["value"][2])
+    assert set(zip(frames["long"]["run"], frames["long"]["column"], strict=True)) == {
+        ("base", "step0"), ("grpo", "step10"), ("grpo", "step20"),
+    }  # fmt: skip
+    assert set(frames["one"]["metric"]) == {"avg@n", "pass@2", "kl/query"}
+    assert (tmp_path / "t/one.md").read_text().count("| run") == 1
+    assert "| base | " in (tmp_path / "t/long.md").read_text()
+
+
+def test_training_metrics_are_those_logged_at_the_step(tmp_path):
+    table = "  main: {runs: [base, grpo, erpo], steps: [10, 18, 20], metrics: [avg@n, kl/query, kl/response], columns: band}\n"
+    frame, _ = build(tmp_path, table)
+    at = {row["step"]: row for row in log_rows(20, 1.0)}
+    for step in (10, 18, 20):
+        assert cell(frame, "grpo", "kl/query", "kl/query", step)["value"] == pytest.approx(at[step]["kl/query"])
+    assert cell(frame, "grpo", "kl/response", "kl/response", 10)["value"] == pytest.approx(at[10]["kl/response"])
+    lacking = cell(frame, "grpo", "kl/response", "kl/response", 18)
+    assert np.isnan(lacking["value"])
+    assert not lacking["complete"]
+    text = (tmp_path / "tables/main.md").read_text()
+    assert "grpo, step 18" in text
+    assert "kl/response of grpo at step 18: not logged by every seed" in text
+
+
+def test_a_table_of_training_metrics_alone_needs_no_scores(tmp_path):
+    frame, _ = build(tmp_path, "  main: {runs: [grpo, erpo], columns: none, metrics: [kl/query, kl/response]}\n")
+    assert cell(frame, "erpo", "kl/query", "kl/query")["value"] == pytest.approx(0.1)
+    assert "| erpo |" in (tmp_path / "tables/main.md").read_text()
+
+
+def test_a_baseline_outside_the_table_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="add it to runs"):
+        build(tmp_path, "  main: {runs: [base, erpo], baseline: grpo}\n")
+
+
+def test_mixed_commits_are_shown(tmp_path):
+    study = study_with(tmp_path, MAIN)
+    scores, markers = make_results(tmp_path, study)
+    path = scores[Cell("base", 0, 0)]
+    write_scores(path, pq.read_table(path), {**read_facts(path), "commit": "d" * 40})
+    make_table(**inputs_of(study, "main", scores, markers), out_stem=tmp_path / "main")
+    assert "made by 2 commits" in (tmp_path / "main.md").read_text()
+
+
+def test_notes_say_rule_samples_temperatures_and_interval(tmp_path):
+    build(tmp_path, MAIN)
+    text = (tmp_path / "tables/main.md").read_text()
+    for said in (
+        "the last step of each run (20), fixed before evaluation",
+        "seeds 0 and 1",
+        "4 samples per problem",
+        "0.5 to 1.3 (3 of them)",
+        "95% bootstrap interval over problems",
+        "Holm-corrected",
+        "grader errors 0.0",
+    ):
+        assert said in text
+
+
+def test_latex_is_balanced_and_escaped(tmp_path):
+    table = "  main: {runs: [grpo, erpo], metrics: [avg@n], caption: '50% of a_b & c'}\n"
+    build(tmp_path, table)
+    text = (tmp_path / "tables/main.tex").read_text()
+    assert r"\caption{50\% of a\_b \& c}" in text
+    for name in ("toprule", "midrule", "bottomrule"):
+        assert f"\\{name}" in text
+    rows = [line for line in text.splitlines() if line.endswith(r"\\") and "multicolumn" not in line]
+    assert {line.count(" & ") for line in rows} == {3}
+    assert text.count("{") == text.count("}")
+
+
+def test_headline_names_the_winner_only_when_there_is_one(tmp_path):
+    build(tmp_path / "better", MAIN, gain=0.25)
+    build(tmp_path / "alike", MAIN, gain=0.0)
+    said = headline(tmp_path / "better/tables/main.csv")
+    assert "Avg@4: erpo is above grpo (+" in said
+    assert "2 of 2 seeds" in said
+    assert "no difference shown between erpo and grpo" in headline(tmp_path / "alike/tables/main.csv")
+    with pytest.raises(ValueError, match="does not exist"):
+        headline(tmp_path / "absent.csv")
