@@ -1,8 +1,12 @@
 """What plans what: job counts of the shipped studies, single targets, refusals; all by dry runs of the real workflow."""
 
+import re
+import shlex
 import time
 
 import pytest
+
+from erpo.__main__ import _parser
 
 DATA = {"prepare_benchmark": 2, "prepare_queries": 1, "prepare_model": 1}
 
@@ -46,6 +50,18 @@ def test_the_paper_study_is_planned_fast_and_without_heavy_packages(fresh):
         "report": 1,
         "all": 1,
     }
+
+
+def test_the_command_line_understands_every_rule(fresh):
+    done = fresh.run("-n", "-p", "all", "--config", "study=trial", ERPO_DATA="my data")
+    commands = re.findall(r"(?:^|\s)python -m erpo (.*)$", done.stdout, re.M)
+    parsed = [_parser().parse_args(shlex.split(command)) for command in commands]
+    assert len(parsed) == 22
+    by_verb = {arguments.verb: arguments for arguments in parsed}
+    assert len(by_verb) == 11
+    assert str(by_verb["prepare-queries"].data_dir) == "my data"
+    assert by_verb["train"].supersede is False
+    assert len(by_verb["score"].markers) == 2
 
 
 def test_the_methods_study_trains_every_method(fresh):
