@@ -95,7 +95,7 @@ def compute_advantages(
     )
 
 
-# --- one number per response ---------------------------------------------------------------------------------------------------
+# --- one number per response ------------------------------------------------------------------------------------------
 
 
 def outcome_advantages(
@@ -241,7 +241,7 @@ def overlong_penalty(lengths: Tensor, max_tokens: int, buffer_tokens: int, penal
     return -penalty * over.clamp(0.0, 1.0 if floor else None)
 
 
-# --- one number per token ---------------------------------------------------------------------------------------------------------
+# --- one number per token ---------------------------------------------------------------------------------------------
 
 
 def place_on_last_token(rewards: Tensor, mask: Tensor) -> Tensor:

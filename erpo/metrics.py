@@ -28,7 +28,7 @@ RESAMPLES = 5000
 _NORMAL = NormalDist()
 
 
-# --- one value per problem ---------------------------------------------------------------------------------------------------
+# --- one value per problem --------------------------------------------------------------------------------------------
 
 
 def avg_at_k(correct: np.ndarray, k: int | None = None) -> np.ndarray:
@@ -118,7 +118,7 @@ def majority_answer(answers: Sequence[str | None]) -> str | None:
     return max(votes, key=lambda answer: votes[answer]) if votes else None  # dictionaries keep the order of first sight
 
 
-# --- uncertainty ----------------------------------------------------------------------------------------------------------------
+# --- uncertainty ------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -338,7 +338,7 @@ def _student_cdf(t: float, freedom: int) -> float:
     return 0.5 + area / 2
 
 
-# --- logs -------------------------------------------------------------------------------------------------------------------------
+# --- logs -------------------------------------------------------------------------------------------------------------
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:

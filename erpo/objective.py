@@ -188,7 +188,7 @@ def query_nll(logprobs: Tensor, batch: RolloutBatch) -> Tensor:
     return -torch.where(batch.query_mask, logprobs.detach(), 0.0).sum(-1)
 
 
-# --- the loss ------------------------------------------------------------------------------------------------------------------
+# --- the loss ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ def upcast(values: Tensor) -> Tensor:
     return values if values.dtype == torch.float64 else values.float()
 
 
-# --- log-probs -----------------------------------------------------------------------------------------------------------
+# --- log-probs --------------------------------------------------------------------------------------------------------
 
 
 def label_logprobs(logits: Tensor, labels: Tensor) -> Tensor:
@@ -51,7 +51,7 @@ def full_kl(logits: Tensor, ref_logits: Tensor) -> Tensor:
     return (logprobs.exp() * (logprobs - ref_logprobs)).sum(-1)
 
 
-# --- KL ------------------------------------------------------------------------------------------------------------------
+# --- KL ---------------------------------------------------------------------------------------------------------------
 
 
 def kl_penalty(
@@ -114,7 +114,7 @@ def log_ratio(logprobs: Tensor, other_logprobs: Tensor) -> Tensor:
     return torch.where(both_impossible, torch.zeros_like(logprobs), logprobs - other_logprobs)
 
 
-# --- policy term -----------------------------------------------------------------------------------------------------------
+# --- policy term ------------------------------------------------------------------------------------------------------
 
 
 def importance_ratio(
@@ -222,7 +222,7 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float 
     return 0.5 * loss
 
 
-# --- aggregation -------------------------------------------------------------------------------------------------------------
+# --- aggregation ------------------------------------------------------------------------------------------------------
 
 
 def aggregate(

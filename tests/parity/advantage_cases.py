@@ -27,7 +27,7 @@ def spread(per_row: Tensor, mask: Tensor) -> Tensor:
     return per_row.unsqueeze(-1) * mask
 
 
-# --- outcome rewards, one number a response -------------------------------------------------------------------------------------
+# --- outcome rewards, one number a response ---------------------------------------------------------------------------
 
 
 def outcome(inputs: Inputs, baseline: str, scale: str, single: str, eps: float = 1e-6) -> Outputs:
@@ -153,7 +153,7 @@ def trl_rloo(inputs: Inputs) -> Outputs:
     return {"advantages": found, "advantages_normalized": outcome_advantages(known, group, "batch_mean", "batch", eps=1e-4)}
 
 
-# --- one number a token ------------------------------------------------------------------------------------------------------------
+# --- one number a token -----------------------------------------------------------------------------------------------
 
 
 @adapter("adv.easyr1.masked_whiten", "adv.verl.masked_whiten", "adv.roll.masked_whiten")
@@ -226,7 +226,7 @@ def trl_gae(inputs: Inputs) -> Outputs:
     return {"advantages": whiten(found, mask) * mask, "returns": returns}
 
 
-# --- DAPO ------------------------------------------------------------------------------------------------------------------------
+# --- DAPO -------------------------------------------------------------------------------------------------------------
 
 
 @adapter("dapo.easyr1.overlong", "dapo.trl.overlong")
@@ -288,7 +288,7 @@ def roll_query_filter(inputs: Inputs) -> Outputs:
     }
 
 
-# --- faults ------------------------------------------------------------------------------------------------------------------------
+# --- faults -----------------------------------------------------------------------------------------------------------
 
 
 @fault("bug.roll.gae_padding_leak")

@@ -45,12 +45,13 @@ ADAPTERS: dict[str, Callable[[Inputs], Outputs]] = {}
 """operation -> inputs -> outputs under the names of the file."""
 FAULTS: dict[str, Callable[[Inputs, Outputs], str]] = {}
 """operation -> (inputs, what the faulty reference returned) -> what was checked; raises FaultError."""
+IN_REWARD = "KL inside the reward with an adaptive coefficient: here a KL is a loss term, or Future-KL in the advantage"
 UNSUPPORTED: dict[str, str] = {
-    "kl.easyr1.in_reward": "KL inside the reward with an adaptive coefficient: here a KL is a loss term, or Future-KL in the advantage",
-    "kl.verl.in_reward": "KL inside the reward with an adaptive coefficient: here a KL is a loss term, or Future-KL in the advantage",
-    "kl.roll.in_reward": "KL inside the reward with an adaptive coefficient: here a KL is a loss term, or Future-KL in the advantage",
+    "kl.easyr1.in_reward": IN_REWARD,
+    "kl.verl.in_reward": IN_REWARD,
+    "kl.roll.in_reward": IN_REWARD,
     "erpo.roll.sample_weights": "difficulty and length weights of responses, off in both released configurations of the paper",
-    "eval.verl.bootstrap_best_maj": "best@k by resampling with replacement from a global generator; pass@k here is the unbiased estimator",
+    "eval.verl.bootstrap_best_maj": "best@k by resampling with replacement from the global generator; pass@k here is unbiased",
 }
 
 
@@ -70,7 +71,7 @@ def fault(operation: str) -> Callable[[Callable[[Inputs, Outputs], str]], Callab
     return register
 
 
-# --- tensors ----------------------------------------------------------------------------------------------------------------
+# --- tensors ----------------------------------------------------------------------------------------------------------
 
 
 def floats(values: Any) -> Tensor:
@@ -102,7 +103,7 @@ def runs_of(size: int, count: int) -> Tensor:
     return torch.arange(count) // size
 
 
-# --- comparison ---------------------------------------------------------------------------------------------------------------
+# --- comparison -------------------------------------------------------------------------------------------------------
 
 
 def worst_error(got: Any, want: Any, where: str = "") -> tuple[float, str]:

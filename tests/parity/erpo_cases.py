@@ -196,7 +196,7 @@ def composed(inputs: Inputs) -> Outputs:
     }
 
 
-# --- weights ---------------------------------------------------------------------------------------------------------------------------
+# --- weights ----------------------------------------------------------------------------------------------------------
 
 
 @adapter("erpo.erpo.normalize_weights")
@@ -236,7 +236,7 @@ def static_weight_clip(inputs: Inputs) -> Outputs:
     return {"weights_unclipped": unclipped, "weights": capped, "mean_of_clipped": capped.mean()}
 
 
-# --- evaluation ---------------------------------------------------------------------------------------------------------------------------
+# --- evaluation -------------------------------------------------------------------------------------------------------
 
 
 @adapter("eval.roll.pass_at_k_percent")
@@ -271,7 +271,7 @@ def verl_maj_vote(inputs: Inputs) -> Outputs:
     return {"verl_maj_val": float(value), "qwen_majority": winner, "qwen_majority_first_index": answers.index(winner)}
 
 
-# --- faults ------------------------------------------------------------------------------------------------------------------------------
+# --- faults -----------------------------------------------------------------------------------------------------------
 
 
 @fault("bug.erpo.token_mean_ignores_mask")

@@ -26,7 +26,7 @@ EPS = 1e-8
 """EasyR1, verl and ROLL add it to the token count of a row, EasyR1 and ROLL to other counts too."""
 
 
-# --- aggregation under the names of the frameworks ----------------------------------------------------------------------------------
+# --- aggregation under the names of the frameworks --------------------------------------------------------------------
 
 
 def easyr1_average(values: Tensor, mask: Tensor, mode: str) -> Tensor:
@@ -116,7 +116,7 @@ def verl_aggregation(inputs: Inputs) -> Outputs:
     return found
 
 
-# --- log-probs and entropy -------------------------------------------------------------------------------------------------------------
+# --- log-probs and entropy --------------------------------------------------------------------------------------------
 
 
 @adapter("logits.easyr1.log_probs", "logits.trl.log_probs_entropy")
@@ -140,7 +140,7 @@ def roll_logprobs(inputs: Inputs) -> Outputs:
     return {f"{name}/{key}": values * mask for key, mask in masks.items() for name, values in named.items()}
 
 
-# --- KL ----------------------------------------------------------------------------------------------------------------------------------
+# --- KL ---------------------------------------------------------------------------------------------------------------
 
 
 NO_CLAMPS: dict[str, Any] = {"log_ratio_clamp": None, "k3_clamp": None}
@@ -221,7 +221,7 @@ def roll_kl_loss(inputs: Inputs) -> Outputs:
     return {**{mode: roll_average(values, mask, mode) for mode in ROLL_MODES}, "seq-mean-token-mean/global_valid": global_valid}
 
 
-# --- policy losses -----------------------------------------------------------------------------------------------------------------------
+# --- policy losses ----------------------------------------------------------------------------------------------------
 
 
 class Policy:
@@ -440,7 +440,7 @@ def trl_rloo(inputs: Inputs) -> Outputs:
     return case.result(loss, trl_clip_metrics(case, low, high, by_row=True))
 
 
-# --- value losses ------------------------------------------------------------------------------------------------------------------------
+# --- value losses -----------------------------------------------------------------------------------------------------
 
 
 class Critic:
@@ -491,7 +491,7 @@ def roll_value(inputs: Inputs) -> Outputs:
     return case.result(mean(case.losses), clipfrac=mean(case.replaced), vpred_mean=mean(case.predicted), error=error)
 
 
-# --- faults ----------------------------------------------------------------------------------------------------------------------------
+# --- faults -----------------------------------------------------------------------------------------------------------
 
 
 @fault("bug.roll.k3_nan_gradient")
