@@ -17,9 +17,10 @@ from tqdm import tqdm
 
 from erpo.answers import excess, extract_answer, gold_problem, has_format
 from erpo.equality import Undecided, compare
+from erpo.latex import squeeze
 from erpo.records import Grade, Verdict
 from erpo.second_opinion import second_opinion
-from erpo.verifier_pool import Decision, Pair, VerifierPool
+from erpo.verifier_pool import ATTEMPTS, START_SECONDS, WALL_SECONDS, Decision, Pair, VerifierPool
 
 __all__ = ["CANARIES", "Grader", "check_canaries", "extract_answer", "grade_one", "has_format"]
 
@@ -27,6 +28,8 @@ logger = logging.getLogger(__name__)
 
 CACHE_SIZE = 200_000
 """Decided pairs kept (about 100 MB at most)."""
+KEPT_CHARS = 200
+"""An oversized answer is kept in its grade up to this length."""
 PROGRESS_FROM = 500
 """Pairs left to the workers from which a progress bar is shown, where a person watches."""
 
@@ -50,9 +53,14 @@ class Grader:
     """
 
     def __init__(self, workers: int | None = None) -> None:
+        self._workers = workers
         self._pool = VerifierPool(workers)
-        self._decided: OrderedDict[Pair, Decision] = OrderedDict()
+        self._known: OrderedDict[Pair, Decision] = OrderedDict()
         self._is_entered = False
+
+    def __reduce__(self) -> tuple[type[Grader], tuple[int | None]]:
+        """A copy in another process starts its own workers."""
+        return Grader, (self._workers,)
 
     def __enter__(self) -> Self:
         self._is_entered = True
@@ -80,36 +88,52 @@ class Grader:
                 f"{len(responses)} responses, {len(golds)} golds and {len(cut)} truncated flags: give one of each a response"
             )
         asked = [_first_look(*row) for row in zip(responses, golds, cut, strict=True)]
-        self._decide({item for item in asked if isinstance(item, Pair)})
-        return [self._grade(item) if isinstance(item, Pair) else item for item in asked]
+        decided = self._decide({item for item in asked if isinstance(item, Pair)})
+        return [_grade(item, decided[item]) if isinstance(item, Pair) else item for item in asked]
 
-    def _decide(self, pairs: set[Pair]) -> None:
-        """Fill the cache with every pair, cheap ones here, the rest in the workers."""
+    def longest_seconds(self, num_hard: int) -> float:
+        """Bound on the wall-clock time of a batch with so many different answers that need a worker, once workers run.
+
+        Reached only where every one of them stalls without using its CPU time; endless computations end after
+        `CPU_SECONDS` of CPU time each.
+        """
+        return ATTEMPTS * (WALL_SECONDS + START_SECONDS) * -(-num_hard // self._pool.size)
+
+    def _decide(self, pairs: set[Pair]) -> dict[Pair, Decision]:
+        """A decision for every pair: known, cheap, or from the workers."""
+        decided = {pair: self._known[pair] for pair in pairs if pair in self._known}
         hard = []
-        for pair in sorted(pairs - self._decided.keys()):
+        for pair in sorted(pairs - decided.keys()):
             try:
-                self._keep(pair, Decision(*compare(*pair)))
+                decided[pair] = Decision(*compare(*pair))
             except Undecided:
                 hard.append(pair)
-        if not hard:
-            return
+        if hard:
+            self._ask_workers(hard, decided)
+        self._remember(decided)
+        return decided
+
+    def _ask_workers(self, hard: list[Pair], decided: dict[Pair, Decision]) -> None:
         with tqdm(total=len(hard), desc="grading", disable=None if len(hard) >= PROGRESS_FROM else True) as bar:
 
             def done(pair: Pair, decision: Decision) -> None:
-                self._keep(pair, decision)
+                decided[pair] = decision
                 bar.update()
 
             self._pool.decide(hard, done)
         if not self._is_entered:
             self._pool.close()
 
-    def _keep(self, pair: Pair, decision: Decision) -> None:
-        self._decided[pair] = decision
+    def _remember(self, decided: dict[Pair, Decision]) -> None:
+        """Keep decisions about answers; a failure of the grader is tried again next time."""
+        self._known.update((pair, decision) for pair, decision in decided.items() if decision.equal is not None)
+        while len(self._known) > CACHE_SIZE:
+            self._known.popitem(last=False)
 
-    def _grade(self, pair: Pair) -> Grade:
-        decision = self._decided[pair]
-        verdict = {True: Verdict.CORRECT, False: Verdict.WRONG, None: Verdict.GRADER_ERROR}[decision.equal]
-        return Grade(verdict, decision.reason, pair.answer, second_opinion(*pair))
+
+def _grade(pair: Pair, decision: Decision) -> Grade:
+    verdict = {True: Verdict.CORRECT, False: Verdict.WRONG, None: Verdict.GRADER_ERROR}[decision.equal]
+    return Grade(verdict, decision.reason, pair.answer, second_opinion(*pair))
 
 
 def _first_look(response: str, gold: str, is_truncated: bool) -> Grade | Pair:
@@ -120,9 +144,14 @@ def _first_look(response: str, gold: str, is_truncated: bool) -> Grade | Pair:
     if box.answer is None:
         is_cut = is_truncated and box.reason != "empty"
         return Grade(Verdict.TRUNCATED if is_cut else Verdict.NO_ANSWER, box.reason)
-    if box.answer.strip() != gold.strip() and (reason := excess(box.answer)):
-        return Grade(Verdict.WRONG, reason, box.answer)
+    if (reason := excess(box.answer)) and not _is_same(box.answer, gold):
+        return Grade(Verdict.WRONG, reason, box.answer[:KEPT_CHARS])
     return Pair(gold, box.answer)
+
+
+def _is_same(answer: str, gold: str) -> bool:
+    """Whether an answer of forbidden size is the gold text; nothing longer than that is looked at."""
+    return answer.strip() == gold.strip() or (len(answer) <= 2 * len(gold) and squeeze(answer) == squeeze(gold))
 
 
 _default_grader = Grader(workers=1)

@@ -20,11 +20,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import psutil
+
 logger = logging.getLogger(__name__)
 
 CPU_SECONDS = 3.0
 """CPU time for one pair. CPU, not wall time: a busy machine must not change a verdict."""
-WALL_SECONDS = 30.0
+WALL_SECONDS = 60.0
 """Wall-clock limit for one pair, whatever the CPU did; after it the worker is killed."""
 START_SECONDS = 120.0
 """Wall-clock limit for the start of a worker (about 1.5 s on an idle machine)."""
@@ -64,12 +66,14 @@ class _Worker:
         self.stdin, self.stdout = self.process.stdin, self.process.stdout
         self.is_ready = False
         self.pair: Pair | None = None
+        self._cpu_at_start = 0.0
         self.deadline = time.monotonic() + START_SECONDS
         self._received = b""
 
     def send(self, pair: Pair) -> None:
         """Start work on a pair; a pipe that is already broken shows at the next read."""
         self.pair, self.deadline = pair, time.monotonic() + WALL_SECONDS
+        self._cpu_at_start = self._cpu()
         try:
             self.stdin.write(json.dumps([*pair, CPU_SECONDS]).encode() + b"\n")
             self.stdin.flush()
@@ -87,6 +91,17 @@ class _Worker:
             return ""
         self._received = rest
         return line.decode()
+
+    def _cpu(self) -> float:
+        try:
+            times = psutil.Process(self.process.pid).cpu_times()
+        except psutil.NoSuchProcess:
+            return 0.0
+        return times.user + times.system
+
+    def has_used_its_time(self) -> bool:
+        """Whether the pair had all its CPU time, so that waiting longer on a busy machine changes nothing."""
+        return self._cpu() - self._cpu_at_start >= CPU_SECONDS
 
     def stop(self) -> int:
         """Kill, reap, close; the exit status (negative: the signal)."""
@@ -203,7 +218,9 @@ class _Shift:
 
     def _bury(self, worker: _Worker, *, overdue: bool) -> None:
         """A worker died or was too slow: what becomes of its pair."""
+        is_out_of_time = overdue and worker.has_used_its_time()
         status = self._dismiss(worker)
+        is_out_of_time |= not overdue and status == -signal.SIGXCPU
         if not worker.is_ready:
             raise RuntimeError(
                 f"a grading process did not start (exit status {status}, overdue: {overdue}); "
@@ -211,7 +228,7 @@ class _Shift:
             )
         if worker.pair is None:
             return
-        if not overdue and status == -signal.SIGXCPU:
+        if is_out_of_time:
             self.on_done(worker.pair, Decision(False, "time limit"))
             return
         self.attempts[worker.pair] = self.attempts.get(worker.pair, 0) + 1
