@@ -94,7 +94,7 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 def uniforms(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """Uniform numbers (float64 [N], strictly between 0 and 1) for uint64 seeds and positions: the SplitMix64 stream of the mixed seed.
+    """Uniform numbers (float64 [N], inside 0 and 1) for uint64 seeds and positions: SplitMix64 streams of the mixed seeds.
 
     Counter-based: any position of any stream at once, without a generator state. Reference: Steele, Lea and Flood, OOPSLA 2014.
     """
@@ -221,7 +221,7 @@ class _Slots:
         return 0 if self.cache.layers[0].keys is None else self.cache.layers[0].keys.shape[2]
 
     def _relocate(self, width: int, like: DynamicCache | None = None) -> None:
-        """Move the window into buffers of a quarter more than its width (or `width`), right end kept, with the free room after it."""
+        """Move the window into buffers a quarter wider than it (or than `width`), free room to its right."""
         held = self.end - self.start
         taken = max(held, width)
         for number, layer in enumerate(self.cache.layers):
@@ -315,7 +315,7 @@ class PolicySampler:
         waiting = deque(_jobs(requests, self.batch_rows))
         total = sum(len(job.rows) for job in waiting)
         found = []
-        with _evaluation_mode(self.model):
+        with evaluation_mode(self.model):
             batch = _Batch(self.model, min(self.batch_rows, total), sampling)
             for drawn in batch.run(waiting):
                 found.append(drawn)
@@ -339,7 +339,8 @@ def _jobs(requests: Sequence[Request], batch_rows: int) -> list[_Job]:
 
 
 @contextmanager
-def _evaluation_mode(model: nn.Module) -> Iterator[None]:
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """The model without dropout inside the block, as it was after it."""
     was_training = model.training
     model.eval()
     try:
@@ -394,7 +395,7 @@ class _Batch:
         logits = self._forward(self._tensor(ids), mask, self._tensor(columns.clip(min=0)), cache)
         if not all(type(layer) is DynamicLayer for layer in cache.layers):
             raise ValueError(
-                f"{type(self.model).__name__} keeps more than keys and values (a recurrent state?): the package's sampler cannot run it"
+                f"{type(self.model).__name__} keeps a recurrent state: the package's sampler runs attention layers only"
             )
         source = self._tensor(np.repeat(np.arange(len(jobs)), [len(job.rows) for job in jobs]))
         self.slots.admit(cache, source)
