@@ -176,18 +176,15 @@ def _problem_text(fields: dict[str, Any], prompt_suffix: str, where: str) -> str
 def _read_row(row: int, text: str, identity: str, occurrence: int, fields: dict[str, Any]) -> RawProblem:
     label, accepted = _published_answers(fields)
     flags = [name for name, ids in corrections()["flags"].items() if identity in ids]
-    answer = ALTERNATIVE.join(accepted)
-    if len(accepted) > 1:
-        flags.append("accepted-alternatives")
     if fields.get("is_multiple_answer") is True:
         flags.append("several-values")
-    answer = _with_unit_and_tolerance(answer, identity, fields, flags)
+    answer = _with_unit_and_tolerance(ALTERNATIVE.join(accepted), identity, fields, flags)
     corrected = corrections()["labels"].get(identity)
-    if corrected is not None:
-        answer = corrected
+    if fields.get("label_status") == "reference_wrong" or (corrected and corrected.split(ALTERNATIVE)[0] not in accepted):
         flags.append("corrected-label")
-    elif fields.get("label_status") == "reference_wrong":
-        flags.append("corrected-label")
+    answer = corrected or answer
+    if ALTERNATIVE in answer and "tolerance" not in flags:
+        flags.append("accepted-alternatives")
     level_text = _level_text(fields)
     return RawProblem(
         row=row,
@@ -203,7 +200,9 @@ def _read_row(row: int, text: str, identity: str, occurrence: int, fields: dict[
 
 
 def _level_text(fields: dict[str, Any]) -> str:
-    for key in ("level", "original_level"):
+    """The published layout gives the contests' difficulty in the place of the level: another scale, not read."""
+    is_contest = str(fields.get("source") or "").startswith(_INTEGER_CONTESTS)
+    for key in ("level",) if is_contest else ("level", "original_level"):
         if fields.get(key) not in (None, ""):
             return str(fields[key])
     return ""
