@@ -114,16 +114,6 @@ def ask_all(queries: Mapping[str, Sequence[Query]], temperature: float, samples:
     return [row for name, rows in queries.items() for row in ask(name, rows, temperature, samples, seed)]
 
 
-def identical_text_rate(groups: Sequence[Any], text_hashes: Sequence[int]) -> dict[Any, float]:
-    """Share of a group's samples (one problem at one temperature) that repeat the text of another one: 1 - distinct / n."""
-    seen: dict[Any, tuple[int, set[int]]] = {}
-    for group, text_hash in zip(groups, text_hashes, strict=True):
-        count, distinct = seen.get(group, (0, set()))
-        distinct.add(text_hash)
-        seen[group] = (count + 1, distinct)
-    return {group: 1 - len(distinct) / count for group, (count, distinct) in seen.items()}
-
-
 class Shelf:
     """The samples of one policy under one set of sampling parameters. Any number of processes may add at the same time.
 

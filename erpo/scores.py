@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 from erpo.checkpoint import write_atomic
 from erpo.records import Grade, Verdict
 from erpo.rewards import Grader, has_format
-from erpo.samples import Asked, hash_text, identical_text_rate
+from erpo.samples import Asked, hash_text
 
 logger = logging.getLogger(__name__)
 
@@ -121,16 +121,36 @@ def count_verdict(scores: pa.Table, verdict: Verdict) -> int:
 
 def count_disagreements(scores: pa.Table) -> dict[str, int]:
     """Samples by benchmark on which the grader and the second opinion differ (where both say something)."""
-    rows = zip(*(scores[name].to_pylist() for name in ("benchmark", "verdict", "correct", "second_opinion")), strict=True)
-    differing = [name for name, verdict, correct, opinion in rows if Verdict(verdict).is_scored and opinion == 1 - correct]
-    return {name: differing.count(name) for name in sorted(set(scores["benchmark"].to_pylist()))}
+    counts: dict[str, int] = {}
+    for row in _grouped(scores, ["benchmark", "verdict", "correct", "second_opinion"], [([], "count_all")]):
+        differ = Verdict(row["verdict"]).is_scored and row["second_opinion"] == 1 - row["correct"]
+        counts[row["benchmark"]] = counts.get(row["benchmark"], 0) + differ * row["count_all"]
+    return dict(sorted(counts.items()))
+
+
+def identical_text_rates(scores: pa.Table) -> dict[tuple[str, str], float]:
+    """Share of a problem's samples that repeat the text of another one, 1 - distinct / n, by (benchmark, query_id).
+
+    Args:
+        scores: rows of one temperature.
+    """
+    rows = _grouped(scores, ["benchmark", "query_id"], [("text_hash", "count_distinct"), ([], "count_all")])
+    return {(row["benchmark"], row["query_id"]): 1 - row["text_hash_count_distinct"] / row["count_all"] for row in rows}
 
 
 def repeated_texts(scores: pa.Table) -> dict[str, float]:
-    """Identical-text rate of each benchmark, the mean over its problems."""
-    names, queries = scores["benchmark"].to_pylist(), scores["query_id"].to_pylist()
-    rates = identical_text_rate(list(zip(names, queries, strict=True)), scores["text_hash"].to_pylist())
-    return {name: float(np.mean([rate for (owner, _), rate in rates.items() if owner == name])) for name in dict.fromkeys(names)}
+    """Identical-text rate of each benchmark at one temperature, the mean over its problems."""
+    rates: dict[str, list[float]] = {}
+    for (benchmark, _), rate in sorted(identical_text_rates(scores).items()):
+        rates.setdefault(benchmark, []).append(rate)
+    return {benchmark: float(np.mean(values)) for benchmark, values in rates.items()}
+
+
+def _grouped(scores: pa.Table, by: list[str], aggregations: list[tuple[Any, str]]) -> list[dict[str, Any]]:
+    texts = pa.table(
+        {name: scores[name].cast(pa.string()) if scores[name].type == _NAMES else scores[name] for name in (*by, "text_hash")}
+    )
+    return texts.group_by(by).aggregate(aggregations).to_pylist()
 
 
 def write_scores(path: Path, scores: pa.Table, provenance: Mapping[str, Any]) -> None:

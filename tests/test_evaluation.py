@@ -22,7 +22,7 @@ from erpo.probe import evaluate_policy, fixed_subset
 from erpo.records import Query, Rollout, Verdict, write_queries
 from erpo.rewards import Grader, grade_one, has_format
 from erpo.samples import Drawn, Shelf, ask, hash_prompts, hash_text, part_facts
-from erpo.scores import SCHEMA, count_disagreements, read_scores, refuse_errors, repeated_texts, write_scores
+from erpo.scores import SCHEMA, count_disagreements, identical_text_rates, read_scores, refuse_errors, repeated_texts, write_scores
 from erpo.templates import build_tokenizer, decode, load_tokenizer, render_prompt, stop_ids
 from tests.synthetic import scores_table
 
@@ -348,6 +348,15 @@ def test_disagreements_and_repeats_by_hand():
     table = scores_table(rows)
     assert count_disagreements(table) == {"b": 2}
     assert repeated_texts(table) == {"b": pytest.approx(1 - 4 / 6, abs=1e-12)}
+
+
+def test_identical_text_rate_is_one_problem_at_a_time():
+    rows = verdict_rows(["wrong"] * 8)
+    for row, problem, text in zip(rows, "aaaabbcd", [1, 1, 2, 1, 5, 6, 5, 5], strict=True):
+        row |= {"query_id": problem, "text_hash": text, "benchmark": "x" if problem == "d" else "b"}
+    table = scores_table(rows)
+    assert identical_text_rates(table) == {("b", "a"): 0.5, ("b", "b"): 0.0, ("b", "c"): 0.0, ("x", "d"): 0.0}
+    assert repeated_texts(table) == {"b": pytest.approx(0.5 / 3, abs=1e-12), "x": 0.0}
 
 
 def test_scores_come_back_as_written_and_damage_is_named(tmp_path):

@@ -22,7 +22,6 @@ from erpo.samples import (
     find,
     hash_prompt,
     hash_prompts,
-    identical_text_rate,
     part_facts,
     read_markers,
     read_part,
@@ -227,11 +226,6 @@ def test_a_part_read_twice_is_the_same_and_its_name_is_its_content(tmp_path):
     one, two = (Shelf(tmp_path / name, "p", PARAMETERS).add(drawn, ENGINE) for name in "ab")
     assert one.name == two.name
     assert read_part(one, ["seed"]).equals(read_part(two, ["seed"]))
-
-
-def test_identical_text_rate_by_hand():
-    groups = ["a", "a", "a", "a", "b", "b", "c"]
-    assert identical_text_rate(groups, [1, 1, 2, 1, 5, 6, 5]) == {"a": 0.5, "b": 0.0, "c": 0.0}
 
 
 def _marker(path, **changes):
