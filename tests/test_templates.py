@@ -176,3 +176,14 @@ def test_a_missing_or_empty_folder_is_one_sentence(tmp_path: Path):
         load_tokenizer(tmp_path / "absent")
     with pytest.raises(ValueError, match="holds no tokenizer"):
         load_tokenizer(tmp_path)
+
+
+def test_a_saved_tokenizer_keeps_its_own_splitting_beside_a_config_of_another_family(tmp_path: Path):
+    tokenizer = build_tokenizer(TEXTS)
+    tokenizer.save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}))
+    loaded = load_tokenizer(tmp_path)
+    for text in TEXTS:
+        ids = loaded(text)["input_ids"]
+        assert ids == tokenizer(text)["input_ids"]
+        assert decode(loaded, ids) == text
