@@ -31,6 +31,7 @@ from erpo.samples import NEUTRAL, Asked, Drawn, Key, Shelf, ask_all, find, hash_
 from erpo.scores import (
     NEEDED,
     SCHEMA,
+    changed_verdicts,
     count_disagreements,
     count_verdict,
     grade_samples,
@@ -40,7 +41,7 @@ from erpo.scores import (
     write_scores,
 )
 
-__all__ = ["generate_samples", "inspect_samples", "score_samples"]
+__all__ = ["generate_samples", "inspect_samples", "regrade_scores", "score_samples"]
 
 if TYPE_CHECKING:
     from erpo.generation import Generator, Request
@@ -287,6 +288,7 @@ def score_samples(
         "policy_hash": drawn.policy_hash,
         "benchmarks": {name: len(rows) for name, rows in queries.items()},
         "sampling": drawn.sampling,
+        "spec": dict(provenance),
         "spec_hash": digest(provenance),
         "commit": _commit(),
         "versions": {package: version(package) for package in _GRADING_PACKAGES},
@@ -307,6 +309,23 @@ def score_samples(
     found = {"missing": missing, "identical_text": repeated, "disagreements": count_disagreements(scores)}
     write_scores(out, scores, {**facts, **found})
     shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def regrade_scores(
+    *, scores: Path, markers: Sequence[Path], benchmarks: Mapping[str, Path], store: Path, workers: int | None = None
+) -> dict[str, int]:
+    """Grade the samples behind a scores file again with the grader as it is now, and replace the file.
+
+    Returns:
+        how many samples changed their verdict, by `old -> new`; empty where none did.
+    """
+    old, facts = read_scores(scores)
+    score_samples(markers=markers, benchmarks=benchmarks, store=store, out=scores, provenance=facts["spec"], workers=workers)
+    changes = changed_verdicts(old, read_scores(scores)[0])
+    logger.info(
+        "regraded %s: %s", scores, ", ".join(f"{number} {what}" for what, number in changes.items()) or "no verdict changed"
+    )
+    return changes
 
 
 def _grade_once(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import logging
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -144,6 +145,15 @@ def repeated_texts(scores: pa.Table) -> dict[str, float]:
     for (benchmark, _), rate in sorted(identical_text_rates(scores).items()):
         rates.setdefault(benchmark, []).append(rate)
     return {benchmark: float(np.mean(values)) for benchmark, values in rates.items()}
+
+
+def changed_verdicts(old: pa.Table, new: pa.Table) -> dict[str, int]:
+    """Number of samples by `old -> new` verdict, most frequent first; samples that only one table holds are left out."""
+    key = ("benchmark", "query_id", "temperature", "sample_index")
+    before = dict(zip(zip(*(old[name].to_pylist() for name in key), strict=True), old["verdict"].to_pylist(), strict=True))
+    after = zip(zip(*(new[name].to_pylist() for name in key), strict=True), new["verdict"].to_pylist(), strict=True)
+    pairs = Counter((before[sample], verdict) for sample, verdict in after if before.get(sample, verdict) != verdict)
+    return {f"{was} -> {now}": number for (was, now), number in pairs.most_common()}
 
 
 def _grouped(scores: pa.Table, by: list[str], aggregations: list[tuple[Any, str]]) -> list[dict[str, Any]]:

@@ -16,7 +16,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from erpo.aggregate import problem_values, read_facts
 from erpo.aggregate import read_scores as count_scores
 from erpo.checkpoint import policy_hash, read_json, write_json
-from erpo.evaluation import generate_samples, inspect_samples, score_samples
+from erpo.evaluation import generate_samples, inspect_samples, regrade_scores, score_samples
 from erpo.generation import PolicySampler
 from erpo.probe import evaluate_policy, fixed_subset
 from erpo.records import Query, Rollout, Verdict, write_queries
@@ -245,9 +245,13 @@ def test_regrading_needs_no_policy_and_follows_the_gold(study):
     shutil.rmtree(study.policy)
     parts = sorted(study.store.rglob("*"))
     study.write_benchmarks(answers=[1, 1, 1, 1])
-    again, _ = study.score(samples=16)
+    again = {"markers": [study.root / "m.json"], "benchmarks": study.benchmarks, "store": study.store, "workers": 1}
+    changes = regrade_scores(scores=study.root / "scores/step0.parquet", **again)
+    again, _ = read_scores(study.root / "scores/step0.parquet")
     answers = table["answer"].to_pylist()
     assert [row["correct"] for row in again.to_pylist()] == [answer == "1" for answer in answers]
+    old, new = np.array(table["correct"].to_pylist()), np.array(again["correct"].to_pylist())
+    assert changes == {"correct -> wrong": (old & ~new).sum(), "wrong -> correct": (~old & new).sum()}
     assert again["text_hash"].equals(table["text_hash"])
     assert sorted(study.store.rglob("*")) == parts
 
