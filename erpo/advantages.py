@@ -75,7 +75,8 @@ def compute_advantages(
             raise ValueError("advantage: gae needs the critic's values")
         per_token = place_on_last_token(rewards.nan_to_num(nan=0.0), response_mask)
         advantages, returns = generalized_advantages(per_token, values.double(), response_mask, run.gamma, run.gae_lambda)
-        advantages = torch.where(rewards.isnan().unsqueeze(-1), 0.0, advantages)
+        missing = rewards.isnan().unsqueeze(-1)
+        advantages, returns = torch.where(missing, 0.0, advantages), torch.where(missing, values.double(), returns)
     else:
         baseline, scale = _BASELINES[run.advantage]
         per_response = outcome_advantages(rewards, group, baseline, scale, eps=run.advantage_eps)

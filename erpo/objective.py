@@ -16,13 +16,12 @@ from torch import Tensor
 from erpo.config import RunConfig
 from erpo.terms import (
     aggregate,
-    entropy,
     importance_ratio,
     kl_is_clamped,
     kl_penalty,
-    label_logprobs,
     log_ratio,
     policy_term,
+    token_logprobs,
     upcast,
     value_loss,
 )
@@ -158,31 +157,6 @@ def global_counts(batch: RolloutBatch) -> GlobalCounts:
     )
 
 
-def token_logprobs(logits: Tensor, input_ids: Tensor, response_mask: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """Log-probs and entropy of the predicted tokens.
-
-    Query tokens at temperature 1, response tokens at the sampling temperature. Position t - 1 predicts token t.
-
-    Args:
-        logits: [B, S, V], any float dtype; computed in float32 at least.
-        input_ids: [B, S].
-        response_mask: bool [B, S-1].
-        temperature: sampling temperature, above 0.
-
-    Returns:
-        log-probs [B, S-1] and entropy [B, S-1] of the same distributions.
-
-    Raises:
-        ValueError: temperature is not above 0.
-    """
-    if temperature <= 0:
-        raise ValueError(f"log-probs at temperature {temperature} are undefined; training needs a temperature above 0")
-    scaled = upcast(logits[:, :-1])
-    if temperature != 1:
-        scaled = scaled / torch.where(response_mask, temperature, 1.0).to(scaled.dtype).unsqueeze(-1)
-    return label_logprobs(scaled, input_ids[:, 1:]), entropy(scaled)
-
-
 def query_nll(logprobs: Tensor, batch: RolloutBatch) -> Tensor:
     """Summed negative log-likelihood of each row's query [B], detached."""
     return -torch.where(batch.query_mask, logprobs.detach(), 0.0).sum(-1)
@@ -237,10 +211,12 @@ def total_loss(
         ValueError: a tensor that the settings need is missing.
     """
     logprobs = upcast(logprobs)
-    loss = logprobs.sum() * 0.0 if logprobs.isfinite().all() else torch.where(logprobs.isfinite(), logprobs, 0.0).sum() * 0.0
+    loss = torch.where(logprobs.isfinite(), logprobs, 0.0).sum() * 0.0  # a graph even where nothing counts
     metrics: dict[str, Tensor] = {}
     policy_loss = _policy_share(logprobs, batch, counts, run, metrics)
     penalty = _penalty_share(logprobs, batch, counts, run, metrics)
+    if run.entropy_coef > 0 and (entropy is None or entropy.requires_grad != logprobs.requires_grad):
+        raise ValueError("entropy_coef needs the policy's entropy with its gradient: token_logprobs(..., entropy_gradient=True)")
     bonus = _entropy_share(entropy, batch, counts, run, metrics)
     if train_policy:
         loss = loss + policy_loss
@@ -384,8 +360,6 @@ def _entropy_share(
     entropy: Tensor | None, batch: RolloutBatch, counts: GlobalCounts, run: RunConfig, metrics: dict[str, Tensor]
 ) -> Tensor | None:
     if entropy is None:
-        if run.entropy_coef > 0:
-            raise ValueError("entropy_coef needs the policy's entropy; pass it to total_loss")
         return None
     metrics["policy/entropy"] = aggregate(entropy.detach(), batch.response_mask, "token", num_tokens=counts.num_response_tokens)
     return _aggregated(entropy, batch, counts, run) if run.entropy_coef > 0 else None

@@ -44,6 +44,36 @@ def entropy(logits: Tensor) -> Tensor:
     return -torch.where(probs > 0, probs * logprobs, 0.0).sum(-1)  # 0 log 0 = 0 where a logit is -inf
 
 
+def token_logprobs(
+    logits: Tensor, input_ids: Tensor, response_mask: Tensor, temperature: float, *, entropy_gradient: bool = True
+) -> tuple[Tensor, Tensor]:
+    """Log-probs and entropy of the predicted tokens.
+
+    Query tokens at temperature 1, response tokens at the sampling temperature. Position t - 1 predicts token t.
+
+    Args:
+        logits: [B, S, V], any float dtype; computed in float32 at least.
+        input_ids: [B, S].
+        response_mask: bool [B, S-1].
+        temperature: sampling temperature, above 0.
+        entropy_gradient: False: entropy only to be logged, which spares three tensors of the size of the logits.
+
+    Returns:
+        log-probs [B, S-1] and entropy [B, S-1] of the same distributions.
+
+    Raises:
+        ValueError: temperature is not above 0.
+    """
+    if temperature <= 0:
+        raise ValueError(f"log-probs at temperature {temperature} are undefined; training needs a temperature above 0")
+    scaled = upcast(logits[:, :-1])
+    if temperature != 1:
+        scaled = scaled / torch.where(response_mask, temperature, 1.0).to(scaled.dtype).unsqueeze(-1)
+    logprobs = label_logprobs(scaled, input_ids[:, 1:])
+    with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
+        return logprobs, entropy(scaled)
+
+
 def full_kl(logits: Tensor, ref_logits: Tensor) -> Tensor:
     """Exact KL(policy || reference) over the vocabulary [..., V] -> [...]."""
     logprobs = torch.log_softmax(upcast(logits), dim=-1)

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from erpo.objective import token_logprobs
 from erpo.terms import (
     aggregate,
     entropy,
@@ -17,6 +16,7 @@ from erpo.terms import (
     label_logprobs,
     log_ratio,
     policy_term,
+    token_logprobs,
     value_loss,
     weighted_logprob_term,
 )
