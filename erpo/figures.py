@@ -55,7 +55,7 @@ _COLOURS = ("#000000", "#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#
 _DASHES: tuple[Any, ...] = ("-", (0, (5, 1.5)), (0, (1.2, 1.2)), (0, (6, 1.5, 1.2, 1.5)))
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">")
 _SLOTS = 28  # seven colours times four dashes: all different
-_SALT = 1188572  # chosen so that runs drawn together in the shipped studies differ in colour and dash
+_SALT = 1188572  # chosen so that runs drawn together in the shipped studies differ in colour and in grey
 
 _PANEL_SIZE = (2.9, 2.25)
 _SINGLE_WIDTH = 4.2
