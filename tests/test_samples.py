@@ -103,7 +103,7 @@ def test_another_prompt_seed_benchmark_or_temperature_is_another_sample(tmp_path
 
 
 @given(changed=st.sampled_from(["policy", *PARAMETERS, "top_k"]))
-@settings(max_examples=20)
+@settings(max_examples=20, deadline=None)
 def test_another_policy_or_parameter_is_another_shelf(tmp_path_factory, changed):
     store = tmp_path_factory.getbasetemp()
     others = {"temperature": 0.6, "top_p": 0.9, "max_response_tokens": 32, "stop_ids": [1, 2], "top_k": 20}
@@ -129,7 +129,7 @@ def test_prompt_hashes_see_every_id_and_the_order():
 
 
 @given(position=st.integers(0, 10**6), kind=st.sampled_from(["cut", "flip", "longer"]))
-@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_a_damaged_part_is_set_aside_and_drawn_again(tmp_path_factory, caplog, position, kind):
     shelf = Shelf(tmp_path_factory.mktemp("store"), "p", PARAMETERS)
     asked = ask("math", make_queries(2), 0.7, 6, seed=0)
@@ -197,7 +197,7 @@ def test_leftovers_of_killed_writers_go_once_they_are_old(tmp_path):
 
 
 @given(data=st.data())
-@settings(max_examples=25)
+@settings(max_examples=25, deadline=None)
 def test_any_history_ends_with_every_sample_once_and_the_same(tmp_path_factory, data):
     """Interrupted sessions of any part sizes, damage between them, growing n: the end is what one clean session gives."""
     shelf = Shelf(tmp_path_factory.mktemp("store"), "p", PARAMETERS)
