@@ -18,6 +18,7 @@ import pandas as pd
 from erpo import typeset, wording
 from erpo.aggregate import Scores, metric_label, needs_answers, problem_values, read_scores
 from erpo.checkpoint import read_json, write_atomic, write_json
+from erpo.comparison import compare_with_paper
 from erpo.config import Cell, temperature_label
 from erpo.curves import read_curves, read_markers, seed_values
 from erpo.notes import table_notes
@@ -65,7 +66,7 @@ class Table:
         return list(self.spec["artefact"]["metrics"])
 
 
-def make_table(*, spec: dict[str, Any], scores: Sequence[Path], markers: Sequence[Path], out_stem: Path) -> Table:
+def make_table(*, spec: dict[str, Any], scores: Sequence[Path], markers: Sequence[Path], out_stem: Path) -> None:
     """Build one table and write it as .csv, .parquet, .md, .tex and .json (sidecar).
 
     Args:
@@ -77,22 +78,31 @@ def make_table(*, spec: dict[str, Any], scores: Sequence[Path], markers: Sequenc
     Raises:
         ValueError: an unknown metric, a baseline outside the table, or scores that do not belong together.
     """
+    if spec["artefact"]["columns"] == "reported":
+        frame, sheet = compare_with_paper(spec, scores, markers)
+        training = read_markers(path for path in markers if path.is_file())
+        _write(spec, frame, sheet, describe_inputs([path for path in scores if path.is_file()], training), out_stem)
+        return
     table = build_table(spec, scores, markers)
-    sheet = lay_out(table)
-    write_atomic(out_stem.with_name(f"{out_stem.name}.csv"), table.frame.to_csv(index=False, lineterminator="\n").encode())
-    buffer = io.BytesIO()
-    table.frame.to_parquet(buffer, index=False, compression="zstd")
-    write_atomic(out_stem.with_name(f"{out_stem.name}.parquet"), buffer.getvalue())
-    write_atomic(out_stem.with_name(f"{out_stem.name}.md"), typeset.markdown(sheet).encode())
-    write_atomic(out_stem.with_name(f"{out_stem.name}.tex"), typeset.latex(sheet).encode())
-    outputs = [out_stem.with_name(f"{out_stem.name}{ending}") for ending in (".csv", ".md", ".parquet", ".tex")]
-    proof = sidecar(spec=spec, inputs=table.inputs, caption=sheet.caption, notes=table.notes, outputs=outputs)
-    layout = {"rows": [row._asdict() for row in table.rows], "columns": [column._asdict() for column in table.columns]}
-    write_json(
-        out_stem.with_name(f"{out_stem.name}.json"),
-        {**proof, "layout": layout, "blocks": [block.as_json() for block in sheet.blocks]},
-    )
-    return table
+    _write(spec, table.frame, lay_out(table), table.inputs, out_stem)
+
+
+def _write(spec: dict[str, Any], frame: pd.DataFrame, sheet: typeset.Sheet, inputs: list[dict[str, Any]], stem: Path) -> None:
+    """All formats, and the sidecar with their checksums."""
+    parquet = io.BytesIO()
+    frame.to_parquet(parquet, index=False, compression="zstd")
+    contents = {
+        "csv": frame.to_csv(index=False, lineterminator="\n").encode(),
+        "md": typeset.markdown(sheet).encode(),
+        "parquet": parquet.getvalue(),
+        "tex": typeset.latex(sheet).encode(),
+    }
+    paths = {ending: stem.with_name(f"{stem.name}.{ending}") for ending in (*contents, "json")}
+    for ending, content in contents.items():
+        write_atomic(paths[ending], content)
+    outputs = [paths[ending] for ending in contents]
+    proof = sidecar(spec=spec, inputs=inputs, caption=sheet.caption, notes=sheet.notes, outputs=outputs)
+    write_json(paths["json"], {**proof, "blocks": [block.as_json() for block in sheet.blocks]})
 
 
 def build_table(spec: dict[str, Any], scores: Sequence[Path], markers: Sequence[Path]) -> Table:

@@ -136,13 +136,18 @@ def _link(stem: Path, ending: str, out: Path) -> str:
 
 def _answer(tables: Sequence[dict[str, Any]], scores: Sequence[Path]) -> Answer:
     """The comparison of the first table that names a baseline (else of the first one with scores)."""
-    scored = [table for table in tables if any("/" not in metric for metric in table["sidecar"]["spec"]["artefact"]["metrics"])]
-    named = [table for table in scored if table["sidecar"]["spec"]["artefact"]["baseline"]]
+    specs = [table["sidecar"]["spec"] for table in tables]
+    scored = [spec for spec in specs if spec["artefact"]["columns"] != "reported" and _has_scores(spec)]
+    named = [spec for spec in scored if spec["artefact"]["baseline"]]
     if not scored:
         return Answer(sentences=["The study has no table of scores, so there is nothing to compare."])
-    spec = (named or scored)[0]["sidecar"]["spec"]
+    spec = (named or scored)[0]
     wanted = {tuple(cell) for cell in spec["cells"]}
     return answer(spec, [path for path in scores if _cell(read_facts(path)) in wanted])
+
+
+def _has_scores(spec: dict[str, Any]) -> bool:
+    return any("/" not in metric for metric in spec["artefact"]["metrics"])
 
 
 def _cell(facts: dict[str, Any]) -> tuple[str, int, int]:
