@@ -21,6 +21,7 @@ os.environ.setdefault("DS_ACCELERATOR", "cuda" if os.path.exists("/dev/nvidiactl
 import deepspeed
 import torch
 import torch.distributed as dist
+from deepspeed.utils.mixed_precision_linkage import lazy_init_hp_params_optimizer_state
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -248,6 +249,7 @@ class Engine:
     def save(self, folder: Path) -> None:
         """Write parameters and moments as float32 safetensors, dealt out over the ranks; any stage and rank count reads them."""
         rank, world = dist.get_rank(), dist.get_world_size()
+        self._link_optimizer_state()
         mine: dict[str, Tensor] = {}
         for index, (name, parameter) in enumerate(self.module.named_parameters()):
             whole = {"param": self._full(parameter), **{key: self._full(parameter, key) for key in _MOMENTS}}
@@ -283,6 +285,14 @@ class Engine:
             touched = sum((p.sum() for p in self.module.parameters() if p.numel()), output)
         self._deepspeed.backward(touched * 0.0, scale_wrt_gas=False)
         self._deepspeed.step()
+        self._link_optimizer_state()
+
+    def _link_optimizer_state(self) -> None:
+        """DeepSpeed (0.19) links parameters to their moments after the first group's step only: link those of every group."""
+        zero = self._deepspeed.optimizer
+        if self.machine.zero_stage in (1, 2) and hasattr(zero, "single_partition_of_fp32_groups"):
+            for parameters, flat in zip(zero.bit16_groups, zero.single_partition_of_fp32_groups, strict=True):
+                lazy_init_hp_params_optimizer_state(parameters, flat, zero.optimizer.state)
 
     def _optimizer_step(self) -> float:
         steps = [float(state["step"]) for state in self._base_optimizer().state.values() if "step" in state]

@@ -141,6 +141,8 @@ class Trainer:
         self.tokenizer = load_tokenizer(model_folder)
         policy = _load_policy(model_folder, run)
         self.engine = Engine(PolicyModule(policy, run.advantage == "gae", seed=derive_seed(seed, "value head")), run, machine)
+        if machine.generator != "sampler":
+            raise ValueError(f"generator: {machine.generator} cannot roll out in training yet; use generator: sampler")
         self.generator = PolicySampler(policy, batch_rows=machine.rollout_rows)
         grader = Grader(workers=machine.grading_workers or None)
         check_canaries(grader)
