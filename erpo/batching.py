@@ -43,6 +43,8 @@ def collate(
             f"a batch needs as many queries ({len(query_ids)}) as responses ({len(response_ids)}) and groups, at least one"
         )
     queries, responses = np.array([len(q) for q in query_ids]), np.array([len(r) for r in response_ids])
+    if query_weights is not None and len(query_weights) != len(queries):
+        raise ValueError(f"query_weights: {len(query_weights)} weights for {len(queries)} rows")
     if queries.min() < 1:
         raise ValueError(f"row {int(queries.argmin())} has an empty query; a response needs a token to follow")
     lengths = queries + responses
@@ -92,7 +94,7 @@ def plan_micro_batches(
     """Deal rows out: plan[rank] is a list of arrays of row indices, equally many on every rank (empty arrays fill up).
 
     A micro-batch costs rows * longest row, as it is padded; none exceeds the budget unless a single row does. Rows are sorted by
-    length, cut into micro-batches and dealt round, so the ranks work on similar shapes at the same time. Deterministic.
+    length, cut into micro-batches of even cost and dealt round, so the ranks work on like shapes at the same time. Deterministic.
 
     Args:
         lengths: tokens of each row.
@@ -106,7 +108,8 @@ def plan_micro_batches(
         raise ValueError(f"micro-batches need a token budget ({token_budget}) and a number of ranks ({num_ranks}) of at least 1")
     sizes = np.asarray(lengths, dtype=np.int64)
     order = np.argsort(-sizes, kind="stable")
-    pieces = _split_to_multiple(_cut(order, sizes, token_budget), sizes, num_ranks)
+    rounds = -(-len(_cut(order, sizes, token_budget)) // num_ranks)
+    pieces = _split_to_multiple(_cut(order, sizes, _even_budget(order, sizes, token_budget, rounds * num_ranks)), sizes, num_ranks)
     rounds = -(-len(pieces) // num_ranks)
     pieces += [np.zeros(0, dtype=np.int64)] * (rounds * num_ranks - len(pieces))
     # every other round is dealt backwards, so no rank gets the longer half each time
@@ -122,6 +125,15 @@ def _cut(order: np.ndarray, sizes: np.ndarray, budget: int) -> list[np.ndarray]:
         pieces.append(order[start : start + count])
         start += count
     return pieces
+
+
+def _even_budget(order: np.ndarray, sizes: np.ndarray, budget: int, num_pieces: int) -> int:
+    """The smallest budget that needs no more than so many pieces: fewer steps are not possible, but more even ones are."""
+    low, high = 1, budget
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if len(_cut(order, sizes, middle)) <= num_pieces else (middle + 1, high)
+    return high
 
 
 def _split_to_multiple(pieces: list[np.ndarray], sizes: np.ndarray, num_ranks: int) -> list[np.ndarray]:
