@@ -101,8 +101,7 @@ class _Session:
     @property
     def about(self) -> dict[str, str]:
         """What samples, for the metadata of the parts."""
-        package = {"sampler": "torch", "vllm": "vllm"}[self.engine]
-        return {"name": self.engine, package: version(package)}
+        return {"name": self.engine, "torch": version("torch")}
 
     def sample(self, wanted: Sequence[Asked], temperature: float, bar: tqdm) -> list[Drawn]:
         """Draw one sample for every row of `wanted`, in its order."""
@@ -239,12 +238,18 @@ def _holdings(asked: Sequence[Asked], parts: Mapping[Path, Sequence[Key]], store
 
 
 def _open_generator(engine: str, policy: Path, batch_rows: int) -> Generator:
-    """The engine with the policy's weights: float32 on a CPU (bfloat16 is emulated there, and slow), else as they were saved."""
+    """The engine with the policy's weights: float32 on a CPU (bfloat16 is emulated there, and slow), else as they were saved.
+
+    Raises:
+        ValueError: an engine that is not built in.
+    """
     import torch
     from transformers import AutoModelForCausalLM
 
     from erpo.generation import PolicySampler
 
+    if engine != "sampler":
+        raise ValueError(f"generator {engine!r} is not available for evaluation; use --generator sampler")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch.float32 if device == "cpu" else "auto"
     model = AutoModelForCausalLM.from_pretrained(policy, dtype=dtype)
