@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from erpo.records import Rollout
 
@@ -349,10 +349,24 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
         model.train(was_training)
 
 
+def _refuse_recurrent(model: nn.Module) -> None:
+    """Only keys and values can be moved between slots.
+
+    Raises:
+        ValueError: the model has layers with another kind of state.
+    """
+    kinds = {type(layer) for layer in DynamicCache(config=model.config).layers}  # pyright: ignore
+    if not kinds <= {DynamicLayer, DynamicSlidingWindowLayer}:
+        raise ValueError(
+            f"{type(model).__name__} keeps a recurrent state; the package's sampler runs attention layers only: use generator: vllm"
+        )
+
+
 class _Batch:
     """The rows in progress: prefill, decode one token for all, drop the finished, admit the waiting."""
 
     def __init__(self, model: nn.Module, num_slots: int, sampling: Sampling) -> None:
+        _refuse_recurrent(model)
         self.model, self.num_slots, self.sampling = model, num_slots, sampling
         self.device = next(model.parameters()).device
         self.stops = np.array(sampling.stop_ids, dtype=np.int64)
@@ -393,10 +407,6 @@ class _Batch:
         mask = None if (lengths == width).all() else self._tensor((columns >= 0).astype(np.int64))
         cache = DynamicCache()
         logits = self._forward(self._tensor(ids), mask, self._tensor(columns.clip(min=0)), cache)
-        if not all(type(layer) is DynamicLayer for layer in cache.layers):
-            raise ValueError(
-                f"{type(self.model).__name__} keeps a recurrent state: the package's sampler runs attention layers only"
-            )
         source = self._tensor(np.repeat(np.arange(len(jobs)), [len(job.rows) for job in jobs]))
         self.slots.admit(cache, source)
         first = len(self.running.row)
