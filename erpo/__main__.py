@@ -337,6 +337,7 @@ def _start_log(path: Path | None) -> None:
     form = "%(asctime)s %(levelname)s %(name)s: %(message)s"
     handlers: list[logging.Handler] = [logging.StreamHandler()]
     handlers[0].setLevel(logging.WARNING)
+    handlers[0].addFilter(lambda record: record.exc_info is None)  # Python prints the traceback itself
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
         handlers.append(logging.FileHandler(path, mode="a", encoding="utf-8"))
@@ -356,6 +357,9 @@ def main(arguments: list[str] | None = None) -> int:
         if args.log is not None:
             logging.getLogger("erpo").info("refused: %s", error, exc_info=True)
         return _BAD_INPUT
+    except Exception:  # logged and raised again
+        logging.getLogger("erpo").exception("%s failed", args.verb)
+        raise
     return 0
 
 

@@ -8,6 +8,7 @@ one never executes anything.
 from __future__ import annotations
 
 import errno
+import fcntl
 import hashlib
 import json
 import logging
@@ -15,7 +16,8 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -221,6 +223,19 @@ def claim_work(work: Path, spec: dict[str, Any], supersede: bool = False) -> Non
             )
         move_aside(work)
     write_json(path, spec)
+
+
+@contextmanager
+def only_one(work: Path) -> Iterator[None]:
+    """Hold a work directory. A trainer that outlived its killed workflow may still be in it: wait for it to finish."""
+    work.parent.mkdir(parents=True, exist_ok=True)
+    with work.with_name(f".{work.name}.lock").open("w") as handle:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            logger.warning("another process works in %s; waiting for it", work)
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
 
 
 def move_aside(work: Path) -> None:

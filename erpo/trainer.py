@@ -7,6 +7,7 @@ import math
 import os
 import resource
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from erpo.checkpoint import (
     commit_folder,
     commit_state,
     newest_state,
+    only_one,
     policy_hash,
     prune_states,
     read_json,
@@ -88,23 +90,25 @@ def train(
     rank, _ = join_processes()
     model = read_json(model_marker)
     full_spec = {**spec, "seed": seed, "model_hash": model["policy_hash"]}
-    if rank == 0:
-        claim_work(work, full_spec, supersede)
-    barrier()
-    policy_folder = work / "policies" / f"step{step}"
-    if agree(why_invalid(policy_folder) is not None):
-        trainer = Trainer(
-            run=run,
-            machine=machine,
-            title=f"train {name} seed {seed}",
-            seed=seed,
-            model_folder=model_marker.parent / model["policy"],
-            queries=read_queries(queries_path),
-            cache=load_cache(reference_marker, read_queries(queries_path)),
-            work=work,
-            rank=rank,
-        )
-        trainer.run_to(step)
+    with only_one(work) if rank == 0 else nullcontext():
+        if rank == 0:
+            claim_work(work, full_spec, supersede)
+        barrier()
+        policy_folder = work / "policies" / f"step{step}"
+        if agree(why_invalid(policy_folder) is not None):
+            queries = read_queries(queries_path)
+            trainer = Trainer(
+                run=run,
+                machine=machine,
+                title=f"train {name} seed {seed}",
+                seed=seed,
+                model_folder=model_marker.parent / model["policy"],
+                queries=queries,
+                cache=load_cache(reference_marker, queries),
+                work=work,
+                rank=rank,
+            )
+            trainer.run_to(step)
     if rank == 0:
         facts = {"run": name, "seed": seed, "step": step, "spec": full_spec, "spec_hash": digest(full_spec)}
         write_json(marker, {**facts, **_result(work, policy_folder, marker)})

@@ -107,6 +107,12 @@ def benchmarks_of_model(wildcards):
     return benchmark_files(wildcards.model)
 
 
+def excluded_benchmarks(wildcards):
+    """Benchmarks whose problems the training set leaves out."""
+    names = getattr(STUDY.train_sets[wildcards.train_set], "without", ())
+    return [f"{RESULTS}/data/{wildcards.model}/benchmarks/{name}.parquet" for name in names]
+
+
 def benchmarks_of_run(wildcards):
     return benchmark_files(STUDY.runs[wildcards.run].model)
 

@@ -59,6 +59,7 @@ rule prepare_benchmark:
 rule prepare_queries:
     input:
         model="<results>/models/{model}.json",
+        benchmarks=excluded_benchmarks,
     output:
         queries="<results>/data/{model}/{train_set}.parquet",
         manifest="<results>/data/{model}/{train_set}.manifest.json",
@@ -73,6 +74,7 @@ rule prepare_queries:
         spec=queries_spec,
     shell:
         "python -m erpo prepare-queries --log {log:q} --spec {params.spec:q} --model {input.model:q}"
+        " --benchmarks {input.benchmarks:q}"
         " --data-dir {resources.data_dir:q} --out {output.queries:q} --manifest {output.manifest:q}"
 
 

@@ -1,0 +1,110 @@
+"""The one loader of study files: safe YAML, inheritance, and every fault as one readable sentence."""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from erpo.config.run import RunConfig
+from erpo.config.study import Evaluation, Figure, Study, Table
+
+
+class _StrictLoader(yaml.SafeLoader):
+    """Safe YAML that refuses a key given twice (plain YAML keeps the last one in silence)."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [self.construct_object(key, deep=deep) for key, _ in node.value]
+        for key in keys:
+            if keys.count(key) > 1:
+                raise ValueError(f"line {node.start_mark.line + 1}: the key {key!r} is given twice")
+        return super().construct_mapping(node, deep=deep)
+
+
+def study_path(name: str, root: Path = Path(".")) -> Path:
+    """Path of the study `name` (config/NAME.yaml) or of a study file given by path.
+
+    Raises:
+        ValueError: no such study; the sentence lists those there are.
+    """
+    path = Path(name) if name.endswith((".yaml", ".yml")) else root / "config" / f"{name}.yaml"
+    if not path.is_file():
+        known = sorted(entry.stem for entry in (root / "config").glob("*.yaml"))
+        raise ValueError(f"study {name!r} not found ({path}); there are: {', '.join(known) or 'none'}")
+    return path
+
+
+def load_study(name: str, root: Path = Path(".")) -> Study:
+    """Read, resolve (`defaults`, `like`) and check a study.
+
+    Raises:
+        ValueError: one readable sentence per fault: where, what, and what to do.
+    """
+    path = study_path(name, root)
+    try:
+        raw = yaml.load(path.read_text(encoding="utf-8"), Loader=_StrictLoader)  # noqa: S506 - a SafeLoader
+    except (yaml.YAMLError, ValueError) as error:
+        raise ValueError(f"{path}: {' '.join(str(error).split())}") from error
+    if not isinstance(raw, dict):
+        raise ValueError(f"{path}: a study is a mapping with models, runs, tables; found {type(raw).__name__}")
+    raw = dict(raw)
+    defaults = raw.pop("defaults", {}) or {}
+    try:
+        raw["runs"] = resolve_runs(raw.get("runs") or {}, defaults)
+        return Study(name=path.stem, **raw)
+    except ValidationError as error:
+        raise ValueError("; ".join(f"{path}: {sentence}" for sentence in _sentences(error))) from error
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def resolve_runs(runs: dict[str, Any], defaults: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Settings of every run after inheritance: own keys, then those of `like` (recursively), then `defaults`.
+
+    Raises:
+        ValueError: an unknown `like`, a circle, or an entry that is not a mapping.
+    """
+
+    def settings(name: str, trail: tuple[str, ...]) -> dict[str, Any]:
+        if name in trail:
+            raise ValueError(f"runs.{trail[0]}: `like` goes round in a circle ({' -> '.join((*trail, name))})")
+        own = runs[name] if runs[name] is not None else {}
+        if not isinstance(own, dict):
+            raise ValueError(f"runs.{name}: expected settings such as {{kl_on: query}}, found {own!r}")
+        parent = own.get("like")
+        if parent is not None and parent not in runs:
+            raise ValueError(f"runs.{name}.like: {parent!r} is not a run; there are: {', '.join(runs)}")
+        inherited = settings(parent, (*trail, name)) if parent is not None else defaults
+        return {**inherited, **{key: value for key, value in own.items() if key != "like"}}
+
+    return {name: settings(name, ()) for name in runs}
+
+
+def _sentences(error: ValidationError) -> list[str]:
+    sentences = []
+    for fault in error.errors():
+        where = ".".join(str(part) for part in fault["loc"] if part not in ("synthetic", "file", "pretrained"))
+        message = fault["msg"].removeprefix("Value error, ")
+        if fault["type"] == "extra_forbidden":
+            key = str(fault["loc"][-1])
+            message = f"unknown key {key!r}{_did_you_mean(key)}"
+        elif not message.startswith(where):
+            message = (
+                f"{message} (found {fault['input']!r})"
+                if fault["type"] != "value_error" and fault["type"] != "missing"
+                else message
+            )
+        sentences.append(f"{where}: {message}" if where and not message.startswith(where) else message)
+    return sentences
+
+
+def _did_you_mean(key: str) -> str:
+    known = [*RunConfig.model_fields, *Study.model_fields, *Table.model_fields, *Figure.model_fields, *Evaluation.model_fields]
+    close = difflib.get_close_matches(key, known, n=1)
+    return f"; did you mean {close[0]!r}?" if close else "; config/README.md lists all keys"
+
+
+_NOT_TRAINING = {"steps", "seeds", "model", "train_set"}
