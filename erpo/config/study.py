@@ -201,9 +201,9 @@ class Study(Frozen):
     """The temperature sweep."""
     runs: dict[str, RunConfig]
     """Runs by name; `like` and `defaults` are resolved."""
-    tables: dict[str, Table] = Field(default_factory=dict)
+    tables: dict[str, Table] = {}  # noqa: RUF012 - copied by pydantic
     """Tables by name."""
-    figures: dict[str, Figure] = Field(default_factory=dict)
+    figures: dict[str, Figure] = {}  # noqa: RUF012 - copied by pydantic
     """Figures by name."""
 
     @model_validator(mode="after")
