@@ -186,13 +186,14 @@ def _block(
 ) -> list[dict[str, Any]]:
     """All cells of one metric, with what only their neighbours decide: corrected p-values and the best of each column."""
     values = problem_values(scores, metric)
-    lines = []
-    for row in rows:
-        for column in columns:
+    placed = []
+    for column in columns:  # a column at a time: its cells share their bootstrap resamples
+        for number, row in enumerate(rows):
             step = column.step if row.step is None else row.step
             if (row.run, step) in seeds:
                 place = Place(row.run, step, seeds[row.run, step], column.benchmarks, column.temperatures)
-                lines.append(_line(spec, scores, values, metric, row, column, place, _baseline(spec, place, seeds)))
+                placed.append((number, _line(spec, scores, values, metric, row, column, place, _baseline(spec, place, seeds))))
+    lines = [line for _, line in sorted(placed, key=lambda pair: pair[0])]
     whole = {(line["run"], line["step"], line["column"]): line["complete"] for line in lines}
     corrected = holm([line["p_value"] for line in lines])
     for line, p_value in zip(lines, corrected, strict=True):

@@ -141,7 +141,7 @@ def _groups(scores: Scores, values: np.ndarray, index: list[int], place: Place, 
     columns = scores.columns(place.temperatures)
     if (columns < 0).any() or not index:
         return [np.empty(0) for _ in place.benchmarks]
-    return [_fold(values[np.ix_(index, scores.rows(name, clean), columns)]) for name in place.benchmarks]
+    return [_fold(values[np.ix_(np.asarray(index), scores.rows(name, clean), columns)]) for name in place.benchmarks]
 
 
 def _fold(grid: np.ndarray) -> np.ndarray:
@@ -191,10 +191,12 @@ def _contents(scores: Scores, place: Place) -> dict[str, Any]:
     columns = columns[columns >= 0]
     rows = np.concatenate([scores.rows(name) for name in place.benchmarks])
     expected = _problems_expected(scores, place) * len(place.temperatures) * scores.samples
-    found = {seed: int(scores.counts["found"][np.ix_([at], rows, columns)].sum()) for seed, at in index.items()}
+    found = {seed: int(scores.counts["found"][np.ix_(np.array([at]), rows, columns)].sum()) for seed, at in index.items()}
     total = sum(found.values())
     rates = {
-        name: float(scores.counts[name][np.ix_(list(index.values()), rows, columns)].sum()) / total if total else float("nan")
+        name: float(scores.counts[name][np.ix_(np.array(list(index.values()), int), rows, columns)].sum()) / total
+        if total
+        else float("nan")
         for name in _RATES
     }
     missing = tuple(Cell(place.run, seed, place.step) for seed in place.seeds if found.get(seed, 0) < expected)
