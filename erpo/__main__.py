@@ -107,6 +107,7 @@ def train(args: argparse.Namespace) -> None:
         reference_marker=args.reference,
         work=args.work,
         marker=args.marker,
+        probe_paths=args.benchmarks,
         supersede=args.supersede,
     )
 
@@ -173,6 +174,16 @@ def report(args: argparse.Namespace) -> None:
         scores=args.scores,
         out=args.out,
     )
+
+
+def regrade(args: argparse.Namespace) -> None:
+    """Grade stored samples again, without a model; say which verdicts changed."""
+    from erpo.evaluation import regrade_scores
+
+    changed = regrade_scores(
+        scores=args.scores, markers=args.markers, benchmarks={path.stem: path for path in args.benchmarks}, store=args.store
+    )
+    print("\n".join(f"{count} {what}" for what, count in sorted(changed.items())) or "no verdict changed")
 
 
 # --- verbs for people --------------------------------------------------------------------------------------------------
@@ -298,7 +309,7 @@ def _parser() -> argparse.ArgumentParser:
         prepare_benchmark: ("model", "data-dir", "out", "manifest"),
         check_overlap: ("queries", "benchmarks*", "out"),
         cache_reference: ("model", "queries", "out", "marker"),
-        train: ("model", "queries", "reference", "work", "marker"),
+        train: ("model", "queries", "reference", "benchmarks*", "work", "marker"),
         generate: ("policy", "benchmarks*", "store", "marker"),
         score: ("markers*", "benchmarks*", "store", "out"),
         table: ("scores*", "markers*", "out-stem"),
@@ -309,6 +320,7 @@ def _parser() -> argparse.ArgumentParser:
         sub.add_argument("--spec", required=True, help="canonical JSON of everything that decides the result")
         _extra_options(action, sub)
     verb(headline, "table")
+    verb(regrade, "scores", "markers*", "benchmarks*", "store")
     verb(schema).add_argument("--check", action="store_true", help="fail if the generated files are stale")
     verb(status).add_argument("results", type=Path, nargs="?", default=Path("results"))
     look = verb(inspect, "markers*", "benchmarks*", "store")

@@ -14,11 +14,13 @@ from torch import Tensor, nn
 from erpo.advantages import compute_advantages
 from erpo.batching import collate, plan_micro_batches
 from erpo.config import Machine, RunConfig
-from erpo.engine import Engine, gather_objects
+from erpo.engine import Engine, PolicyModule, gather_objects
 from erpo.objective import (
     MAX_METRICS,
+    GlobalCounts,
     RolloutBatch,
     global_counts,
+    kl_term,
     query_nll,
     query_weights,
     reduce_metrics,
@@ -104,7 +106,7 @@ class Learner:
         )
 
     def _rows_with_response_reference(self, step: int, on_policy: Tensor) -> Tensor:
-        """Rows (bool [B]) whose responses the reference scores: all with Policy-KL in the loss, else now and then the first update's."""
+        """Rows (bool [B]) whose responses the reference scores: all with Policy-KL in the loss, else the first update's at times."""
         every = self.run.policy_kl_every
         if self.run.needs_reference_on_responses:
             return torch.ones_like(on_policy)
@@ -182,6 +184,11 @@ class Learner:
 
     # --- one optimizer update
 
+    def _measures_cosine(self, step: int) -> bool:
+        """Parameters that ZeRO 3 has dealt out have no gradient of their own to compare."""
+        every = self.run.gradient_cosine_every
+        return bool(every) and step % every == 0 and self.machine.zero_stage < 3
+
     def _update(self, step: int, batch: RolloutBatch) -> dict[str, float]:
         run, counts = self.run, global_counts(batch)
         train_policy = run.advantage != "gae" or step > run.value_warmup_steps
@@ -193,6 +200,8 @@ class Learner:
             share = total_loss(logprobs, micro, counts, run, entropy=entropy, values=values, train_policy=train_policy)
             self.engine.backward(share.loss)
             shares.append(share.metrics)
+            if position == 0 and self._measures_cosine(step):
+                shares[0] = {**shares[0], "gradient/cosine": gradient_cosine(self.engine.module, micro, counts, run) / self.world}
         metrics = reduce_metrics(gather_objects(reduce_metrics(shares)))
         warm = min(1.0, step / run.warmup_steps) if run.warmup_steps else 1.0
         done = self.engine.step(run.learning_rate * warm, run.value_learning_rate)
@@ -203,6 +212,25 @@ class Learner:
             "grad/norm": done.grad_norm,
             "update/applied": float(done.applied),
         }
+
+
+def gradient_cosine(module: PolicyModule, micro: RolloutBatch, counts: GlobalCounts, run: RunConfig) -> float:
+    """Cosine between the gradients of Query-KL and of the policy term in the policy's parameters, over one micro-batch.
+
+    Proposition 1 of the paper: no score function of a response appears in the first. The parameters are shared all the same;
+    the cosine says how much the two pull on one another. nan where either gradient is 0.
+    """
+    parameters = [parameter for parameter in module.policy.parameters() if parameter.requires_grad]
+    logprobs, _, _ = module(micro, run.temperature)
+    bare = run.model_copy(update={"kl_on": "none", "entropy_coef": 0.0, "advantage": "batch_mean"})
+    losses = (kl_term(logprobs, micro, counts, run, kl_on="query"), total_loss(logprobs, micro, counts, bare).loss)
+    query, policy = (torch.autograd.grad(loss, parameters, retain_graph=True, allow_unused=True) for loss in losses)
+
+    def dot(a: tuple[Tensor | None, ...], b: tuple[Tensor | None, ...]) -> float:
+        return sum(float((x.double() * y.double()).sum()) for x, y in zip(a, b, strict=True) if x is not None and y is not None)
+
+    size = (dot(query, query) * dot(policy, policy)) ** 0.5
+    return dot(query, policy) / size if size > 0 else float("nan")
 
 
 def _first_rows(batch: RolloutBatch) -> Tensor:

@@ -7,6 +7,7 @@ import math
 import os
 import resource
 import time
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ from erpo.config import Machine, RunConfig, digest
 from erpo.engine import Engine, PolicyModule, agree, barrier, gather_objects, join_processes
 from erpo.generation import PolicySampler, Sampling
 from erpo.learning import Learner
+from erpo.probe import evaluate_policy, fixed_subset
 from erpo.progress import Progress, Resubmit, RunLog, StopSignal, Walltime
 from erpo.records import Query, derive_seed, read_queries
 from erpo.reference import ReferenceCache, load_cache, static_weights, verify_cache
@@ -42,6 +44,9 @@ from erpo.rollouts import Collector, Experience, experience_metrics
 from erpo.templates import decode, load_tokenizer, stop_ids
 
 logger = logging.getLogger(__name__)
+
+_PROBE_QUERIES = 32
+"""Problems of each benchmark in the in-training evaluation."""
 
 _SAMPLE_ROWS = 8
 """Responses kept in the sample table each time."""
@@ -64,6 +69,7 @@ def train(
     reference_marker: Path,
     work: Path,
     marker: Path,
+    probe_paths: Sequence[Path] = (),
     supersede: bool = False,
 ) -> None:
     """Train a run up to `step` and leave its policy, state, metrics and marker. Done already: the marker is rewritten.
@@ -80,6 +86,7 @@ def train(
         reference_marker: marker of the reference cache.
         work: work directory of (run, seed).
         marker: file written when the milestone is complete.
+        probe_paths: prepared benchmarks of the in-training evaluation (evaluate_every).
         supersede: move work made under other settings aside instead of refusing.
 
     Raises:
@@ -105,6 +112,7 @@ def train(
                 model_folder=model_marker.parent / model["policy"],
                 queries=queries,
                 cache=load_cache(reference_marker, queries),
+                probe=[query for path in probe_paths for query in fixed_subset(read_queries(path), _PROBE_QUERIES, seed=0)],
                 work=work,
                 rank=rank,
             )
@@ -134,6 +142,7 @@ class Trainer:
         model_folder: Path,
         queries: list[Query],
         cache: ReferenceCache,
+        probe: list[Query],
         work: Path,
         rank: int,
     ) -> None:
@@ -141,18 +150,18 @@ class Trainer:
         if machine.deterministic:
             torch.use_deterministic_algorithms(True)
         self.run, self.machine, self.title, self.seed = run, machine, title, seed
-        self.queries, self.cache, self.work, self.rank = queries, cache, work, rank
+        self.queries, self.cache, self.probe, self.work, self.rank = queries, cache, probe, work, rank
         self.tokenizer = load_tokenizer(model_folder)
         policy = _load_policy(model_folder, run)
         self.engine = Engine(PolicyModule(policy, run.advantage == "gae", seed=derive_seed(seed, "value head")), run, machine)
         if machine.generator != "sampler":
             raise ValueError(f"generator: {machine.generator} cannot roll out in training yet; use generator: sampler")
         self.generator = PolicySampler(policy, batch_rows=machine.rollout_rows)
-        grader = Grader(workers=machine.grading_workers or None)
-        check_canaries(grader)
+        self.grader = Grader(workers=machine.grading_workers or None)
+        check_canaries(self.grader)
         sampling = Sampling(run.temperature, 1.0, run.max_response_tokens, stop_ids(self.tokenizer, model_folder))
         self.collector = Collector(
-            queries, self.generator, grader, run, sampling, lambda ids: decode(self.tokenizer, ids), seed, rank, world
+            queries, self.generator, self.grader, run, sampling, lambda ids: decode(self.tokenizer, ids), seed, rank, world
         )
         self.learner = Learner(
             self.engine, run, machine, lambda: _load_policy(model_folder, run), cache.logprobs, static_weights(cache, queries, run)
@@ -174,6 +183,7 @@ class Trainer:
                 experience = self.collector.collect(step)
                 row = {**experience_metrics(experience), **self.learner.learn(step, experience)}
                 self.generator.update_weights((), self.engine.updates)
+                row |= self._evaluate(step)
                 row["time/total"] = time.monotonic() - step_begun
                 row["memory/peak_gib"] = _peak_memory_gib()
                 self.log.metrics(step, {key: value for key, value in row.items() if math.isfinite(value)})
@@ -247,6 +257,21 @@ class Trainer:
         barrier()
 
     # --- watching
+
+    def _evaluate(self, step: int) -> dict[str, float]:
+        """In-training evaluation at T = 1 on fixed problems; it draws nothing that training draws from."""
+        every = self.run.evaluate_every
+        if not every or step % every or not self.probe or self.rank:
+            return {}
+        return evaluate_policy(
+            self.generator,
+            self.grader,
+            lambda ids: decode(self.tokenizer, ids),
+            self.probe,
+            max_response_tokens=self.run.max_response_tokens,
+            stop_ids=self.collector.sampling.stop_ids,
+            seed=self.seed,
+        )
 
     def _check_health(self, step: int, row: dict[str, float]) -> None:
         """Stop before harm is saved.

@@ -26,7 +26,7 @@ rule train:
     shell:
         "{resources.launcher} -m erpo train --log {log:q} --spec {params.spec:q} --name {wildcards.run:q}"
         " --seed {wildcards.seed} --step {wildcards.step} --model {input.model:q} --queries {input.queries:q}"
-        " --reference {input.reference:q} --previous {input.previous:q} --work {params.folder:q}/work --marker {output.marker:q}"
+        " --reference {input.reference:q} --benchmarks {input.probe:q} --previous {input.previous:q} --work {params.folder:q}/work --marker {output.marker:q}"
         " --generator {resources.generator} --zero-stage {resources.zero_stage}"
         " --micro-batch-tokens {resources.micro_batch_tokens}"
         " --activation-checkpointing {resources.activation_checkpointing}"
