@@ -12,6 +12,7 @@ from erpo import __version__
 from erpo.aggregate import read_facts
 from erpo.checkpoint import file_hash
 
+_HOUR = 3600.0
 _PACKAGES = ("numpy", "pandas", "pyarrow", "matplotlib")
 _SCORE_FACTS = ("policy_hash", "spec_hash", "commit", "versions")
 _MARKER_FACTS = ("policy_hash", "spec_hash", "seconds", "commit", "versions", "hardware", "gpus", "ranks")
@@ -53,7 +54,8 @@ def sidecar(
         "spec": spec,
         "inputs": list(inputs),
         "commits": distinct(inputs, "commit"),
-        "training_seconds": sum(float(entry.get("seconds", 0.0)) for entry in inputs if entry["kind"] == "training"),
+        "training_seconds": sum(entry.get("seconds", 0.0) for entry in inputs),
+        "gpu_hours": sum(entry.get("seconds", 0.0) * entry.get("gpus", 0) for entry in inputs) / _HOUR,
         "made_by": {
             "erpo": __version__,
             "python": platform.python_version(),

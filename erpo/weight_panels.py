@@ -60,9 +60,8 @@ def _weights(run: str, sources: Sources) -> tuple[np.ndarray, np.ndarray] | None
 
     from erpo.weights import query_weights as weigh
 
-    rows = pq.read_table(cache, columns=["logprobs"])["logprobs"].to_pylist()
-    nll = torch.tensor([-sum(row) for row in rows], dtype=torch.float64)
-    tokens = torch.tensor([len(row) for row in rows])
+    rows = pq.read_table(cache, columns=["nll", "num_tokens"])
+    nll, tokens = (torch.from_numpy(rows[name].to_numpy().copy()) for name in ("nll", "num_tokens"))
     weights = weigh(
         settings.query_weight, nll, tokens, cap=settings.query_weight_cap, renormalise=settings.renormalise_query_weights
     )
@@ -72,9 +71,9 @@ def _weights(run: str, sources: Sources) -> tuple[np.ndarray, np.ndarray] | None
 def _cache_of(spec: dict[str, Any], sources: Sources) -> Path | None:
     """The reference cache of the run's model and training set."""
     for path in sources.references:
-        about = read_json(path)["spec"]
-        if all(about.get(key) == spec.get(key) for key in ("model", "train_set")):
-            return path.with_suffix(".parquet")
+        marker = read_json(path)
+        if all(marker["spec"].get(key) == spec.get(key) for key in ("model", "train_set")):
+            return path.parent / marker["cache"]
     return None
 
 

@@ -134,11 +134,10 @@ def test_the_gap_is_training_minus_benchmarks(results):
 
 def test_weights_come_from_the_reference_cache_under_the_run_settings(results):
     folder, study, *_ = results
-    logprobs = [[-1.0] * 4, [-3.0] * 4, [-5.0] * 8]
     cache = folder / "reference/tiny/train.parquet"
     cache.parent.mkdir(parents=True)
-    pq.write_table(pa.table({"query_id": ["a", "b", "c"], "logprobs": logprobs}), cache)
-    cache.with_suffix(".json").write_text(json.dumps({"spec": reference_spec(study, "tiny", "train")}))
+    pq.write_table(pa.table({"nll": [4.0, 12.0, 40.0], "num_tokens": pa.array([4, 4, 8], pa.int32())}), cache)
+    cache.with_suffix(".json").write_text(json.dumps({"spec": reference_spec(study, "tiny", "train"), "cache": cache.name}))
     _, frame = drawn(results, "weights", references=[cache.with_suffix(".json")])
     likelihood = np.exp([-1.0, -3.0, -5.0])
     expected = np.minimum(likelihood / likelihood.mean(), 2.0)  # the cap is reached by the first
