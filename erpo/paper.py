@@ -380,4 +380,5 @@ def headline(path: Path) -> str:
     compared = frame[(frame["metric"] == frame["metric"].iloc[0]) & frame["difference"].notna()]
     chosen = compared[compared["column"] == MEAN] if (compared["column"] == MEAN).any() else compared
     lines = [wording.comparison(line, str(line["label"])) for line in chosen.to_dict("records")]
-    return "\n".join([sheet.caption, "", *typeset.block_lines(sheet.blocks[0]), "", *lines])
+    legend = [note for note in sheet.notes if note.startswith(("±", "Bold", typeset.DAGGER))]
+    return "\n".join([sheet.caption, "", *typeset.block_lines(sheet.blocks[0]), "", *legend, "", *lines])

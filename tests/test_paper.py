@@ -258,6 +258,7 @@ def test_headline_names_the_winner_only_when_there_is_one(tmp_path):
     said = headline(tmp_path / "better/tables/main.csv")
     assert "Avg@4: erpo is above grpo (+" in said
     assert "2 of 2 seeds" in said
+    assert "Bold: largest complete value" in said
     assert "no difference shown between erpo and grpo" in headline(tmp_path / "alike/tables/main.csv")
     with pytest.raises(ValueError, match="does not exist"):
         headline(tmp_path / "absent.csv")

@@ -117,6 +117,13 @@ def test_without_scores_there_is_no_answer(tmp_path):
     assert answer(drawn_spec(study, "main"), []).sentences == ["There are no scores yet, so there is no answer yet."]
 
 
+def test_an_empty_study_has_a_report_too(tmp_path):
+    study = study_with(tmp_path, TABLES)
+    out = tmp_path / "report.html"
+    make_report(study_spec=report_spec(study), tables=[], figures=[], markers=[], scores=[], out=out)
+    assert "no table of scores" in out.read_text()
+
+
 def test_runs_cost_and_provenance_are_there(report):
     texts = Page(report).texts
     assert "kl_on" in texts
