@@ -180,7 +180,7 @@ def bootstrap_interval(
     if all(x.max() == x.min() for x in strata):
         return Interval(mean, mean, mean, count)
     influence = [(x - x.mean()) / (len(x) * len(strata)) for x in strata]
-    resampled = [_resampling(len(x), resamples, seed, index) @ x for index, x in enumerate(strata)]
+    resampled = [_resampling(len(x), resamples, seed, turn) @ x for x, turn in zip(strata, _turns(strata), strict=True)]
     means = np.sort(np.mean(resampled, axis=0))
     low, high = np.quantile(means, _bca_quantiles(means, mean, influence, confidence))
     return Interval(mean, min(float(low), mean), max(float(high), mean), count)
@@ -199,10 +199,16 @@ def _mean_of_means(strata: list[np.ndarray]) -> float:
     return float(np.mean([x[0] if x.max() == x.min() else x.mean() for x in strata]))  # equal values are their own mean
 
 
+def _turns(strata: list[np.ndarray]) -> list[int]:
+    """How many benchmarks of the same size came before: independent draws for each, the same ones alone as in an average."""
+    sizes = [len(x) for x in strata]
+    return [sizes[:index].count(size) for index, size in enumerate(sizes)]
+
+
 @lru_cache(maxsize=8)
-def _resampling(num_problems: int, resamples: int, seed: int, stratum: int) -> np.ndarray:
+def _resampling(num_problems: int, resamples: int, seed: int, turn: int) -> np.ndarray:
     """Weights [resamples, P] of each problem in each resample; a resampled mean is one product."""
-    generator = np.random.default_rng([seed, stratum, num_problems])
+    generator = np.random.default_rng([seed, turn, num_problems])
     draws = generator.multinomial(num_problems, np.full(num_problems, 1.0 / num_problems), size=resamples)
     return draws / num_problems
 
@@ -307,14 +313,15 @@ def paired_difference(
 def _sign_flip_p_value(strata: list[np.ndarray], mean: float, flips: int, seed: int) -> float:
     if math.isnan(mean):
         return math.nan
-    flipped = np.mean([_signs(len(x), flips, seed, index) @ x / len(x) for index, x in enumerate(strata)], axis=0)
+    turns = zip(strata, _turns(strata), strict=True)
+    flipped = np.mean([_signs(len(x), flips, seed, turn) @ x / len(x) for x, turn in turns], axis=0)
     as_far = np.abs(flipped) >= abs(mean) * (1 - 1e-12)  # equal sums in another order may differ in the last digit
     return float((as_far.sum() + 1) / (flips + 1))  # the observed signs are one of the possible ones
 
 
 @lru_cache(maxsize=8)
-def _signs(num_problems: int, flips: int, seed: int, stratum: int) -> np.ndarray:
-    generator = np.random.default_rng([seed, stratum, num_problems, 1])
+def _signs(num_problems: int, flips: int, seed: int, turn: int) -> np.ndarray:
+    generator = np.random.default_rng([seed, turn, num_problems, 1])
     return generator.integers(0, 2, size=(flips, num_problems)) * 2.0 - 1.0
 
 
