@@ -33,6 +33,10 @@ _REFILL_SHARE = 8
 """Free slots are filled again when they are at least 1/8 of all: small prefills would cost more than idle slots."""
 
 
+_SPARE_COLUMNS = 32
+"""Least free columns of a new cache buffer."""
+
+
 @dataclass(frozen=True, slots=True)
 class Sampling:
     """How responses are drawn. Nothing else has a say: a checkpoint's generation_config is never read."""
@@ -188,53 +192,51 @@ class _Slots:
         self.cache = Cache(layers=[])
 
     def admit(self, prefilled: DynamicCache, source: Tensor) -> None:
-        """Add one row for each entry of `source` (row of the prefilled cache, whose prompts are left-padded)."""
+        """Add one row for each entry of `source` (row of the prefilled cache, whose prompts are left-padded to a common width)."""
         width = prefilled.get_seq_length()
         if not self.cache.layers:
             self.cache.layers += [_SlotLayer(self) for _ in prefilled.layers]
         if self.rows == 0:
             self.start, self.end = 0, width
-        if self.end < width or self._columns <= self.end:
-            self._relocate(width, prefilled)
-        rows, columns = slice(self.rows, self.rows + len(source)), slice(self.end - width, self.end)
+        assert width <= self.end - self.start, "prompts come longest first, so the window holds them"
+        if self._columns <= self.end:
+            self._relocate(prefilled)
+        rows, begin = slice(self.rows, self.rows + len(source)), self.end - width
         for layer, fresh in zip(self.cache.layers, prefilled.layers, strict=True):
-            layer.keys[rows, :, columns] = fresh.keys[source]
-            layer.values[rows, :, columns] = fresh.values[source]
+            for kept, new in ((layer.keys, fresh.keys), (layer.values, fresh.values)):
+                kept[rows, :, self.start : begin] = 0  # masked columns are multiplied by 0, and 0 x nan would not be 0
+                kept[rows, :, begin : self.end] = new[source]
         self.rows += len(source)
-        self.start = min(self.start, self.end - width)
 
     def advance(self) -> None:
         """Count the column that the last forward wrote, and make room for the next."""
         self.end += 1
         if self._columns <= self.end:
-            self._relocate(0)
+            self._relocate(self.cache)
 
     def close(self, holes: np.ndarray, tails: np.ndarray, rows: int) -> None:
         """Move the rows `tails` into the slots `holes`; `rows` remain."""
         for layer in self.cache.layers if len(holes) else ():
-            layer.keys[holes] = layer.keys[tails]
-            layer.values[holes] = layer.values[tails]
+            for kept in (layer.keys, layer.values):
+                window = kept[:, :, self.start : self.end]
+                window[holes] = window[tails]
         self.rows = rows
 
     @property
     def _columns(self) -> int:
         return 0 if self.cache.layers[0].keys is None else self.cache.layers[0].keys.shape[2]
 
-    def _relocate(self, width: int, like: DynamicCache | None = None) -> None:
-        """Move the window into buffers a quarter wider than it (or than `width`), free room to its right."""
+    def _relocate(self, like: Cache) -> None:
+        """Move the window to the left end of buffers (heads, dim and dtype of `like`) with a quarter more room than it takes."""
         held = self.end - self.start
-        taken = max(held, width)
-        for number, layer in enumerate(self.cache.layers):
+        for layer, template in zip(self.cache.layers, like.layers, strict=True):
             for name in ("keys", "values"):
-                old = getattr(layer, name)
-                template = old if old is not None else getattr(like.layers[number], name)  # pyright: ignore
-                _, heads, _, dim = template.shape
-                # Zeros, not garbage: masked columns are multiplied by 0, and 0 x nan would not be 0.
-                new = template.new_zeros(self.num_slots, heads, taken + taken // 4 + 32, dim)
-                if old is not None and self.rows:
-                    new[: self.rows, :, taken - held : taken] = old[: self.rows, :, self.start : self.end]
+                _, heads, _, dim = getattr(template, name).shape
+                new = getattr(template, name).new_empty(self.num_slots, heads, held + held // 4 + _SPARE_COLUMNS, dim)
+                if self.rows:
+                    new[: self.rows, :, :held] = getattr(layer, name)[: self.rows, :, self.start : self.end]
                 setattr(layer, name, new)
-        self.start, self.end = taken - held, taken
+        self.start, self.end = 0, held
 
 
 # --- the sampler -------------------------------------------------------------------------------------------------------
