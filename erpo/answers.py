@@ -169,6 +169,6 @@ def _tower_digits(base: str, exponent: str) -> float:
 def _nesting(text: str) -> int:
     depth = deepest = 0
     for character in text:
-        depth += (character in "{([") - (character in "})]")
+        depth = max(0, depth + (character in "{([") - (character in "})]"))
         deepest = max(deepest, depth)
     return deepest

@@ -129,6 +129,8 @@ def _compare_relations(gold: Reading, answer: Reading, leaf: Leaf) -> Equality |
     if gold.kind == answer.kind == "assignment" and gold.name == answer.name:
         return _compare(gold.items[0], answer.items[0], leaf)
     if kinds <= {"assignment", "relation"}:
+        if gold.items and answer.items and not (_has_letters(gold) or _has_letters(answer)):
+            return _compare(gold.items[0], answer.items[0], leaf)  # calculations: what they come to
         equal = leaf(gold.latex, answer.latex)
         return Equality(equal, "equivalent relations" if equal else "different relations")
     if gold.kind == "assignment":
@@ -136,6 +138,10 @@ def _compare_relations(gold: Reading, answer: Reading, leaf: Leaf) -> Equality |
     if answer.kind == "assignment" or (answer.kind == "relation" and answer.items):
         return _compare(gold, answer.items[0], leaf)
     return Equality(False, "a value is not a relation")
+
+
+def _has_letters(reading: Reading) -> bool:
+    return bool(re.search(r"[a-zA-Z]", re.sub(r"\\(?!alpha|beta|gamma|theta|lambda|mu|omega|phi)[a-zA-Z]+", "", reading.latex)))
 
 
 def _compare_intervals(gold: Reading, answer: Reading, leaf: Leaf) -> Equality | None:
@@ -170,7 +176,11 @@ def _compare_words(gold: Reading, answer: Reading, leaf: Leaf) -> Equality | Non
 
 
 def _as_word(reading: Reading) -> str:
-    return reading.name if reading.kind == "words" else re.sub(r"[^\w:+]", "", squeeze(reading.latex).casefold())
+    """Letters of words; nothing where an operator shows that there are none."""
+    if reading.kind == "words":
+        return reading.name
+    flat = squeeze(reading.latex).casefold()
+    return "" if re.search(r"^[-+]|[*/^=<>|\\{}]", flat) else re.sub(r"[^\w:+]", "", flat)
 
 
 # --- lists, tuples, sets, matrices ---------------------------------------------------------------------------------------
@@ -180,8 +190,8 @@ def _compare_collections(gold: Reading, answer: Reading, leaf: Leaf) -> Equality
     kinds = {gold.kind, answer.kind}
     if not kinds & {"list", "tuple", "set", "matrix"}:
         return None
-    if "expression" in kinds and "list" not in kinds:
-        return None  # an expression may evaluate to anything
+    if "expression" in kinds and "list" not in kinds and any(_SET_OPERATION.search(side.latex) for side in (gold, answer)):
+        return None
     if "matrix" in kinds:
         return _compare_matrices(gold, answer, leaf)
     if kinds & {"number", "expression", "words"}:
@@ -193,6 +203,9 @@ def _compare_collections(gold: Reading, answer: Reading, leaf: Leaf) -> Equality
     if "set" not in kinds and _order_matters(gold, answer):
         return _in_order(gold.items, answer.items, leaf)
     return _in_any_order(_distinct(gold), _distinct(answer), leaf)
+
+
+_SET_OPERATION = re.compile(r"\\(?:cup|cap|setminus|backslash|mathbb|emptyset|times)(?![a-zA-Z])")
 
 
 def _compare_tuples(gold: Reading, answer: Reading, leaf: Leaf) -> Equality:
@@ -294,7 +307,8 @@ def _compare_numbers(gold: Reading, answer: Reading, leaf: Leaf) -> Equality | N
     if len(infinite) == 2:
         return Equality(False, "opposite infinities")
     if gold.value is None or answer.value is None:
-        return None
+        is_settled = "number" in (gold.kind, answer.kind) and any(_UNKNOWN.search(_plain(side)) for side in (gold, answer))
+        return Equality(False, "a number has no unknowns") if is_settled else None
     if units_differ(gold.unit, answer.unit):
         return Equality(False, "different units")
     if "clock" in (gold.base, answer.base):
@@ -304,6 +318,16 @@ def _compare_numbers(gold: Reading, answer: Reading, leaf: Leaf) -> Equality | N
         return Equality(False, "different bases")
     equal = any(_agree(left, right, gold, answer) for left, right in _percent_readings(gold, answer))
     return Equality(equal, "equal numbers" if equal else "different numbers")
+
+
+_UNKNOWN = re.compile(r"(?<![a-zA-Z\\])[a-zA-Z](?![a-zA-Z])|\\(?:alpha|beta|gamma|theta|lambda|mu|omega|phi)(?![a-zA-Z])")
+
+
+def _plain(reading: Reading) -> str:
+    """An expression without the letters that are no unknowns; empty for anything else."""
+    if reading.kind != "expression":
+        return ""
+    return re.sub(r"\\text\{[^{}]*\}|\\begin\{\w+\}|\\end\{\w+\}|(?<![a-zA-Z\\])[eEiI](?![a-zA-Z])", " ", reading.latex)
 
 
 def _percent_readings(gold: Reading, answer: Reading) -> list[tuple[Fraction, Fraction]]:

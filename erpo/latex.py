@@ -22,12 +22,14 @@ _SUPERSCRIPT_DIGITS = str.maketrans("⁻⁰¹²³⁴⁵⁶⁷⁸⁹", "-01234567
 _REWRITES = tuple(
     (re.compile(pattern), replacement)
     for pattern, replacement in (
-        (r"(?<!\\)\\[()\[\]]|(?<!\\)\$", ""),
+        (r"\\\\(?:\[[^\[\]]*\])?|\\(?:new|tabular)?(?:line|cr)(?![a-zA-Z])", r"\\cr "),  # kept from the rules about `\\ ` and `\\,`
+        (r"\\[()\[\]]|(?<!\\)\$", ""),
         (r"\\(?:left|right|middle)\s*\.", ""),
         (r"\\(?:left|right|middle|[bB]igg?[lrm]?)(?![a-zA-Z])", ""),
         (r"(?<=\d)\s*(?:,\s*\\!|\\[,;:! ]|\{,\}|~)\s*(?=\d{3}(?!\d))", ""),
         (r"\\!", ""),
-        (r"\\[,;:>]|\\ |~|\\q?quad(?![a-zA-Z])|\\(?:en|thin|med|thick)space(?![a-zA-Z])|\\hspace\*?\{[^{}]*\}", " "),
+        (r"\\[,;:>]|\\ |~|\\(?:en|thin|med|thick)space(?![a-zA-Z])|\\hspace\*?\{[^{}]*\}", " "),
+        (r"\\q?quad(?![a-zA-Z])", " , "),
         (r"\\(?:displaystyle|textstyle|limits|nolimits|strut)(?![a-zA-Z])", " "),
         (r"\\[dtc]frac(?![a-zA-Z])", r"\\frac"),
         (r"\\[dt]binom(?![a-zA-Z])", r"\\binom"),
@@ -52,9 +54,16 @@ _REWRITES = tuple(
         (r"(?<![a-zA-Z\\])(?:infinity|\\text\{\s*infinity\s*\})", r"\\infty"),
         (r"^\s*(?:\\text\{)?\s*all real(?: number)?s\s*\}?\s*$", r"\\mathbb{R}"),
         (r"^\s*(?:\\approx|\\simeq|\\sim|=|:)\s*", ""),
+        (r"(?<=\d)\s+(?=\d)", ""),
+        (r"(?<=[a-zA-Z])\s*\^\s*(?:\{\s*((?:\\prime\s*)+)\}|(\\prime)(?![a-zA-Z]))", lambda f: "'" * f[0].count("prime")),
+        (r"\\dot\s*(?:\{(\w)\}|(\w))", r"\1\2'"),
+        (r"\\ddot\s*(?:\{(\w)\}|(\w))", r"\1\2''"),
+        (r"\\frac\{\s*d\s*([a-zA-Z])\s*\}\{\s*d\s*t\s*\}", r"\1'"),
+        (r"\\frac\{\s*d\^(?:2|\{2\})\s*([a-zA-Z])\s*\}\{\s*d\s*t\s*\^(?:2|\{2\})\s*\}", r"\1''"),
         (r"\s+", " "),
-        (r"(?:,\s*)+,", ","),
+        (r"(?:,\s*)+,|^[\s,]+", lambda found: "," if found[0].strip() and found.start() else ""),
         (r"(?<!\\)[\s.,;:]+$", ""),
+        (r"\\cr(?![a-zA-Z])\s*", r"\\\\ "),
     )
 )
 

@@ -91,6 +91,9 @@ def _expand(text: str) -> tuple[Reading, ...]:
 
 def read_part(text: str) -> Reading:
     r"""The reading of text that is one value: no list outside brackets, no `\\pm` left."""
+    exact, *rounded = split(text, {r"\approx"})
+    if rounded and exact and not NAME.fullmatch(exact):
+        return read_part(exact)
     sides = split(text, RELATIONS)
     if len(sides) > 1:
         return _read_relation(text, sides)
@@ -164,9 +167,8 @@ def _read_scalar(text: str) -> Reading:
         return Reading("expression", body, unit=unit)
     flat = re.sub(r"\\text\{([^{}]*)\}", r"\1", text)
     is_wrapped = r"\text{" in text
-    if re.fullmatch(r"[^\W\d_][^\W\d_\s.'’-]*(?:[\s.'’-]+[^\W\d_]+)*\.?", flat) and (
-        is_wrapped or re.search(r"[^\W\d_]{2}.* ", flat)
-    ):
+    is_words = re.fullmatch(r"[^\W\d_]+(?:(?:\s|[-'’.]\s?)[^\W\d_]+)*\.?", flat)
+    if is_words and (is_wrapped or (re.search(r"[^\W\d_]{3}", flat) and " " in flat)):
         return _read_words(flat)
     return Reading("expression", text)
 

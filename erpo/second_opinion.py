@@ -19,6 +19,9 @@ CLOSE = 1e-9
 APART = 1e-4
 """... and from which they are different; in between there is no opinion."""
 
+ZERO = 1e-12
+"""Below this a value may be a zero with rounding."""
+
 _SPACING = re.compile(r"\\[,;:! ]|~|\\q?quad\b|\\displaystyle\b|\\left\b|\\right\b|\\[bB]igg?[lr]?\b|\\?\$")
 _DEGREES = re.compile(r"\^\s*\{?\s*\\circ\s*\}?\s*(?:\\(?:text|mathrm)\{\s*[CF]\s*\}|[CF]\b)?|\\degree\b|°")
 _WRAPPED = re.compile(r"\\(?:text\w*|mbox|mathrm|mathbf|operatorname)\{([^{}]*)\}")
@@ -161,16 +164,21 @@ def _same_value(one: str, other: str) -> bool | None:
         return None
     if one.endswith("%") == other.endswith("%"):
         return _close(left, right)
-    left, right = (left, right) if one.endswith("%") else (right, left)  # left is the percentage
-    if _close(left / 100, right) or (_close(left, right) and abs(left) > 1):
+    percentage, number = (left, right) if one.endswith("%") else (right, left)
+    as_share, as_bare = _close(percentage / 100, number), _close(percentage, number)
+    if as_bare and abs(percentage) <= 1:
+        as_bare = False
+    if as_share or as_bare:
         return True
-    return False if _close(left / 100, right) is False and _close(left, right) is False else None
+    return None if None in (as_share, as_bare) else False
 
 
 def _close(left: complex, right: complex) -> bool | None:
     if not (cmath.isfinite(left) and cmath.isfinite(right)):
         return None
     gap, size = abs(left - right), max(abs(left), abs(right))
+    if min(abs(left), abs(right)) < ZERO and size < ZERO and gap > CLOSE * size and 0 in (left, right):
+        return None
     return True if gap <= CLOSE * size else False if gap >= APART * size else None
 
 

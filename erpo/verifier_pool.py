@@ -165,7 +165,9 @@ class _Shift:
 
     def __init__(self, workers: list[_Worker], size: int, pairs: Sequence[Pair], on_done: Callable[[Pair, Decision], None]) -> None:
         self.workers, self.size, self.on_done = workers, size, on_done
-        self.queue = deque(pairs)
+        # Parsing the longer text is what costs, and workers remember what they parsed: neighbours share it, and workers
+        # come from both ends.
+        self.queue = deque(sorted(pairs, key=lambda pair: (max(pair, key=len), pair)))
         self.attempts: dict[Pair, int] = {}
         self.selector = selectors.DefaultSelector()
         for worker in workers:
@@ -179,9 +181,9 @@ class _Shift:
                 self._wait()
 
     def _hand_out(self) -> None:
-        for worker in self.workers:
+        for index, worker in enumerate(self.workers):
             if self.queue and worker.is_ready and worker.pair is None:
-                worker.send(self.queue.popleft())
+                worker.send(self.queue.pop() if index % 2 else self.queue.popleft())
         starting = sum(not worker.is_ready for worker in self.workers)
         while len(self.workers) < self.size and starting < len(self.queue):
             worker = _Worker()
