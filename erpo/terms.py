@@ -18,6 +18,8 @@ Bounds = tuple[float | None, float | None]
 
 LOG_RATIO_BOUND = 20.0
 """Log-ratios are clamped to ±20 before exp: beyond it every clip or clamp has long decided, and float32 exp overflows at 88."""
+_LARGE = 1e4
+"""Log-ratio of a token that one side calls impossible."""
 K3_BOUND = 10.0
 """Largest k3 of one token; a clamped token has no gradient."""
 
@@ -175,7 +177,7 @@ def importance_ratio(
     difference = torch.where(mask, log_ratio(logprobs, old), 0.0)
     if level == "sequence":
         num_tokens = mask.sum(-1, keepdim=True).to(difference.dtype)
-        joined = difference.sum(-1, keepdim=True)
+        joined = difference.clamp(-_LARGE, _LARGE).sum(-1, keepdim=True)  # two impossible tokens must not make nan
         if reduction == "mean":
             joined = joined / (num_tokens + row_eps if row_eps else num_tokens.clamp(min=1))
         if token_gradient:

@@ -196,6 +196,14 @@ def test_sequence_ratio_is_the_exponential_of_the_mean_log_ratio() -> None:
     assert total[0, 0].item() == pytest.approx(math.exp(0.4))
 
 
+def test_sequence_ratio_with_impossible_tokens_is_finite() -> None:
+    logprobs = torch.tensor([[-math.inf, -1.0, -1.0]], requires_grad=True)
+    ratio = importance_ratio(logprobs, torch.tensor([[-1.0, -math.inf, -1.0]]), torch.ones(1, 3, dtype=torch.bool), "sequence")
+    ratio.sum().backward()
+    assert ratio.eq(1).all()
+    assert logprobs.grad.isfinite().all()
+
+
 def test_token_gradient_form_has_the_same_value_and_each_token_its_own_gradient() -> None:
     mask = torch.ones(1, 2, dtype=torch.bool)
     logprobs = torch.tensor([[-1.0, -2.0]], dtype=torch.float64, requires_grad=True)
