@@ -23,8 +23,8 @@ TOLERANCE = re.compile(r"^(?P<gold>.*?)\s*\\tolerance\{(?P<size>[\d.]+(?:[eE][-+
 r"""A gold number may carry its own absolute tolerance: `4.2 \tolerance{0.1}`."""
 ROUNDING = Fraction(1, 2_000_000)
 """Numbers written as decimals agree within half a unit of the sixth decimal place ..."""
-RELATIVE_ROUNDING = Fraction(1, 2_000)
-"""... and to three significant digits, which matters for small numbers only."""
+RELATIVE_ROUNDING = Fraction(1, 20_000)
+"""... and to a relative 1/20000, which matters below 0.01 only."""
 PERCENT_MAY_BE_BARE_FROM = 1
 """`12%` also equals 12, `0.5%` never equals 0.5: up to 1 a bare number is a share."""
 
