@@ -180,6 +180,8 @@ def bootstrap_interval(
     if all(x.max() == x.min() for x in strata):
         return Interval(mean, mean, mean, count)
     influence = [(x - x.mean()) / (len(x) * len(strata)) for x in strata]
+    largest = max(np.abs(part).max() for part in influence)
+    influence = [part / largest for part in influence]  # only proportions matter, and cubes of small numbers underflow
     resampled = [_resampling(len(x), resamples, seed, turn) @ x for x, turn in zip(strata, _turns(strata), strict=True)]
     means = np.sort(np.mean(resampled, axis=0))
     low, high = np.quantile(means, _bca_quantiles(means, mean, influence, confidence))
