@@ -29,11 +29,11 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-from erpo.answers import extract_answer
 from erpo.checkpoint import MANIFEST, commit_folder, move_aside, policy_hash, read_json, why_invalid, write_json
 from erpo.config import PretrainedModel, SyntheticData, SyntheticModel, digest
+from erpo.data.problems import LARGEST, Problem, generate, vocabulary
 from erpo.generation import PolicySampler, Request, Sampling
-from erpo.problems import LARGEST, Problem, generate, vocabulary
+from erpo.grading.answers import extract_answer
 from erpo.progress import Progress
 from erpo.records import derive_seed
 from erpo.templates import build_tokenizer, decode, load_tokenizer, render_prompt
@@ -52,12 +52,14 @@ _CHECK_PROBLEMS = 240
 _CHECK_TOKENS = 64
 _WARMUP_UPDATES = 20
 _LAST_RATE = 0.05
-_BETAS = (0.9, 0.98)
+_BETAS = (0.9, 0.95)
 _WEIGHT_DECAY = 0.01
 _MAX_GRAD_NORM = 1.0
 _INIT_STD = 0.06
+_COPY_SCALE = 0.7
+_ROPE_THETA = 100.0  # texts have tens of tokens, not thousands: all rotations should be felt
 _PERIODS = (200.0, 100.0, 50.0, 20.0, 10.0, 5.0, 2.0)
-_CIRCLE_RADIUS = 0.3
+_CIRCLE_RADIUS = 0.6
 
 
 def prepare_model(
@@ -266,6 +268,7 @@ def _new_model(entry: SyntheticModel, tokenizer: PreTrainedTokenizerBase) -> Qwe
         max_position_embeddings=NUM_POSITIONS,
         tie_word_embeddings=True,
         initializer_range=_INIT_STD,
+        rope_parameters={"rope_type": "default", "rope_theta": _ROPE_THETA},
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
         dtype="float32",
@@ -273,8 +276,23 @@ def _new_model(entry: SyntheticModel, tokenizer: PreTrainedTokenizerBase) -> Qwe
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive_seed(entry.seed, "initialisation"))
         model = Qwen2ForCausalLM(config)
+        _start_heads_as_copies(model)
     _place_numbers_on_circles(model.get_input_embeddings(), tokenizer)
     return model
+
+
+@torch.no_grad()
+def _start_heads_as_copies(model: Qwen2ForCausalLM) -> None:
+    """Start every attention layer so that value and output projection together copy what is attended to.
+
+    One random rotation and its transpose, scaled: each head then carries its own part of the residual stream unchanged (after
+    Trockman and Kolter, arXiv 2305.09828). Copying operands is most of what a solution asks for; it is learnt much faster so.
+    """
+    for layer in model.model.layers:
+        width = layer.self_attn.o_proj.weight.shape[0]
+        rotation, _ = torch.linalg.qr(torch.randn(width, width))
+        layer.self_attn.v_proj.weight.copy_(_COPY_SCALE * rotation)
+        layer.self_attn.o_proj.weight.copy_(_COPY_SCALE * rotation.T)
 
 
 @torch.no_grad()
