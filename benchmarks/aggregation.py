@@ -16,8 +16,8 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from erpo.aggregate import problem_values, read_scores  # noqa: E402
-from erpo.summaries import Place, difference, summarise  # noqa: E402
+from erpo.paper.aggregate import problem_values, read_scores  # noqa: E402
+from erpo.paper.summaries import Place, difference, summarise  # noqa: E402
 from tests.synthetic import simulate_scores, write_cell  # noqa: E402
 
 SIZES = {"aime24": 30, "aime25": 30, "amc": 83, "math500": 500, "minerva": 272, "olympiadbench": 675}

@@ -45,7 +45,7 @@ def prepare_model(args: argparse.Namespace) -> None:
 
 def prepare_queries(args: argparse.Namespace) -> None:
     """Training problems -> queries with a manifest of every drop."""
-    from erpo.queries import prepare_queries as run
+    from erpo.data.queries import prepare_queries as run
 
     spec, benchmarks = json.loads(args.spec), {path.stem: path for path in args.benchmarks}
     run(
@@ -62,7 +62,7 @@ def prepare_queries(args: argparse.Namespace) -> None:
 
 def prepare_benchmark(args: argparse.Namespace) -> None:
     """Benchmark problems -> queries; flags oddities, drops nothing."""
-    from erpo.queries import prepare_benchmark as run
+    from erpo.data.queries import prepare_benchmark as run
 
     spec = json.loads(args.spec)
     run(
@@ -77,7 +77,7 @@ def prepare_benchmark(args: argparse.Namespace) -> None:
 
 def check_overlap(args: argparse.Namespace) -> None:
     """Which training queries a benchmark asks too, or nearly."""
-    from erpo.contamination import check_overlap as run
+    from erpo.data.contamination import check_overlap as run
 
     run(args.queries, {path.stem: path for path in args.benchmarks}, args.out)
 
@@ -148,14 +148,14 @@ def score(args: argparse.Namespace) -> None:
 
 def table(args: argparse.Namespace) -> None:
     """Scores -> one table in every format."""
-    from erpo.paper import make_table
+    from erpo.paper.tables import make_table
 
     make_table(spec=json.loads(args.spec), scores=args.scores, markers=args.markers, out_stem=args.out_stem)
 
 
 def figure(args: argparse.Namespace) -> None:
     """Scores and metrics -> one figure in every format."""
-    from erpo.figures import make_figure
+    from erpo.paper.figures import make_figure
 
     make_figure(
         spec=json.loads(args.spec), scores=args.scores, markers=args.markers, references=args.references, out_stem=args.out_stem
@@ -164,7 +164,7 @@ def figure(args: argparse.Namespace) -> None:
 
 def report(args: argparse.Namespace) -> None:
     """Tables and figures -> one self-contained HTML page."""
-    from erpo.report import make_report
+    from erpo.paper.report import make_report
 
     make_report(
         study_spec=json.loads(args.spec),
@@ -191,7 +191,7 @@ def regrade(args: argparse.Namespace) -> None:
 
 def headline(args: argparse.Namespace) -> None:
     """Print the headline of a finished study and where its artefacts are."""
-    from erpo.paper import headline as run
+    from erpo.paper.tables import headline as run
 
     print(run(args.table))
 

@@ -15,6 +15,7 @@ import logging
 import os
 import re
 import shutil
+import subprocess
 import uuid
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -192,6 +193,16 @@ def check_space(folder: Path, needed_bytes: int, what: str) -> None:
             f"{what} needs about {needed_bytes / 2**30:.1f} GiB in {folder}, but only {free / 2**30:.1f} GiB are free; "
             "free space or move the results folder"
         )
+
+
+def code_commit() -> str:
+    """Commit of the package's working tree, `-dirty` with uncommitted changes; `unknown` outside a repository."""
+    command = ["git", "describe", "--always", "--dirty", "--exclude=*", "--abbrev=12"]
+    try:
+        done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        return "unknown"
+    return done.stdout.strip() or "unknown"
 
 
 # --- policies and work directories -------------------------------------------------------------------------------------

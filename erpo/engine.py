@@ -100,9 +100,9 @@ def barrier() -> None:
 class PolicyModule(nn.Module):
     """The policy and, for PPO, a value head that reads its hidden states without a gradient into them."""
 
-    def __init__(self, policy: nn.Module, with_value_head: bool, seed: int = 0) -> None:
+    def __init__(self, policy: nn.Module, with_value_head: bool, seed: int = 0, entropy_gradient: bool = False) -> None:
         super().__init__()
-        self.policy = policy
+        self.policy, self.entropy_gradient = policy, entropy_gradient
         self.value_head: nn.Module | None = None
         if with_value_head:
             config = policy.config.get_text_config()  # pyright: ignore
@@ -121,7 +121,9 @@ class PolicyModule(nn.Module):
         Rows are right-padded and attention is causal, so no padding mask is needed: no real token sees padding.
         """
         output = self.policy(input_ids=batch.input_ids, use_cache=False, output_hidden_states=self.value_head is not None)
-        logprobs, entropy = token_logprobs(output.logits, batch.input_ids, batch.response_mask, temperature)
+        logprobs, entropy = token_logprobs(
+            output.logits, batch.input_ids, batch.response_mask, temperature, entropy_gradient=self.entropy_gradient
+        )
         values = None
         if self.value_head is not None:
             values = self.value_head(output.hidden_states[-1][:, :-1].detach()).squeeze(-1).float()

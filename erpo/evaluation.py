@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import shutil
-import subprocess
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -22,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 from tqdm import tqdm
 
-from erpo.checkpoint import policy_hash, read_json, write_json
+from erpo.checkpoint import code_commit, policy_hash, read_json, write_json
 from erpo.config import digest, temperature_label
 from erpo.inspection import inspect_samples
 from erpo.records import Verdict, read_queries
@@ -295,7 +294,7 @@ def score_samples(
         "sampling": drawn.sampling,
         "spec": dict(provenance),
         "spec_hash": digest(provenance),
-        "commit": _commit(),
+        "commit": code_commit(),
         "versions": {package: version(package) for package in _GRADING_PACKAGES},
     }
     unfinished = out.with_name(f".{out.stem}.unfinished")
@@ -358,13 +357,3 @@ def _report_missing(missing: Mapping[str, int], markers: Sequence[Path]) -> None
             ", ".join(f"T = {label}: {number}" for label, number in lacking.items()),
             " ".join(str(path) for path in markers),
         )
-
-
-def _commit() -> str:
-    """Commit of the package's working tree, `-dirty` with uncommitted changes; `unknown` outside a repository."""
-    command = ["git", "describe", "--always", "--dirty", "--exclude=*", "--abbrev=12"]
-    try:
-        done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
-    except FileNotFoundError:
-        return "unknown"
-    return done.stdout.strip() or "unknown"

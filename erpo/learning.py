@@ -106,7 +106,7 @@ class Learner:
         )
 
     def _rows_with_response_reference(self, step: int, on_policy: Tensor) -> Tensor:
-        """Rows (bool [B]) whose responses the reference scores: all with Policy-KL in the loss, else the first update's at times."""
+        """Rows (bool [B]) whose responses the reference scores: all with Policy-KL in the loss, else now and then some."""
         every = self.run.policy_kl_every
         if self.run.needs_reference_on_responses:
             return torch.ones_like(on_policy)
@@ -204,7 +204,8 @@ class Learner:
                 shares[0] = {**shares[0], "gradient/cosine": gradient_cosine(self.engine.module, micro, counts, run) / self.world}
         metrics = reduce_metrics(gather_objects(reduce_metrics(shares)))
         warm = min(1.0, step / run.warmup_steps) if run.warmup_steps else 1.0
-        done = self.engine.step(run.learning_rate * warm, run.value_learning_rate)
+        # Weight decay is not part of the gradient: a policy that is not to move needs the rate 0.
+        done = self.engine.step(run.learning_rate * warm if train_policy else 0.0, run.value_learning_rate)
         once = _first_rows(batch)
         return {
             **metrics,

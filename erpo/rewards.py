@@ -1,7 +1,7 @@
 r"""The grader: response and gold answer in, verdict with its reason out. One for training and evaluation.
 
 Only the last complete `\boxed{}` of the response counts. Literal numbers and words are compared here, exactly; everything
-else goes to math-verify in worker processes with hard limits (`erpo.verifier_pool`). Every pair of (gold, answer) is
+else goes to math-verify in worker processes with hard limits (`erpo.grading.verifier_pool`). Every pair of (gold, answer) is
 decided once. A batch that needs no worker starts none.
 """
 
@@ -15,12 +15,12 @@ from typing import Self
 
 from tqdm import tqdm
 
-from erpo.answers import excess, extract_answer, gold_problem, has_format
-from erpo.equality import Undecided, compare
-from erpo.latex import squeeze
+from erpo.grading.answers import excess, extract_answer, gold_problem, has_format
+from erpo.grading.equality import Undecided, compare
+from erpo.grading.latex import squeeze
+from erpo.grading.second_opinion import second_opinion
+from erpo.grading.verifier_pool import ATTEMPTS, START_SECONDS, WALL_SECONDS, Decision, Pair, VerifierPool
 from erpo.records import Grade, Verdict
-from erpo.second_opinion import second_opinion
-from erpo.verifier_pool import ATTEMPTS, START_SECONDS, WALL_SECONDS, Decision, Pair, VerifierPool
 
 __all__ = ["CANARIES", "Grader", "check_canaries", "extract_answer", "grade_one", "has_format"]
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import logging
 import math
 import os
+import platform
 import resource
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from erpo.checkpoint import (
     begin_state,
     check_space,
     claim_work,
+    code_commit,
     commit_folder,
     commit_state,
     newest_state,
@@ -153,9 +156,12 @@ class Trainer:
         self.queries, self.cache, self.probe, self.work, self.rank = queries, cache, probe, work, rank
         self.tokenizer = load_tokenizer(model_folder)
         policy = _load_policy(model_folder, run)
-        self.engine = Engine(PolicyModule(policy, run.advantage == "gae", seed=derive_seed(seed, "value head")), run, machine)
+        module = PolicyModule(
+            policy, run.advantage == "gae", derive_seed(seed, "value head"), entropy_gradient=run.entropy_coef > 0
+        )
+        self.engine = Engine(module, run, machine)
         if machine.generator != "sampler":
-            raise ValueError(f"generator: {machine.generator} cannot roll out in training yet; use generator: sampler")
+            raise ValueError(f"generator: {machine.generator} cannot roll out in training yet; use sampler")
         self.generator = PolicySampler(policy, batch_rows=machine.rollout_rows)
         self.grader = Grader(workers=machine.grading_workers or None)
         check_canaries(self.grader)
@@ -177,7 +183,7 @@ class Trainer:
         """Resume from the newest verified state at or before `target` and train on to it."""
         begun, start = time.monotonic(), self._resume(target)
         progress = Progress(self.title, start, target, self.work / "progress.json" if self.rank == 0 else None)
-        with self.stop_signal.listening():
+        with self.stop_signal.listening(), self.grader:
             for step in range(start + 1, target + 1):
                 step_begun = time.monotonic()
                 experience = self.collector.collect(step)
@@ -252,7 +258,7 @@ class Trainer:
         barrier()
         self.engine.export(folder, self.tokenizer)
         if self.rank == 0:
-            info = {"policy_hash": policy_hash(folder), "seconds": seconds}
+            info = {"policy_hash": policy_hash(folder), "seconds": seconds, "ranks": self.collector.world, **_origin()}
             commit_folder(folder, self.work / "policies" / f"step{step}", info)
         barrier()
 
@@ -337,6 +343,17 @@ def _load_policy(folder: Path, run: RunConfig) -> nn.Module:
             module.p = 0.0
     policy.config.attention_dropout = 0.0
     return policy
+
+
+def _origin() -> dict[str, Any]:
+    """What made a policy: code, libraries, hardware."""
+    gpus = torch.cuda.device_count()
+    return {
+        "commit": code_commit(),
+        "versions": {name: version(name) for name in ("torch", "transformers", "deepspeed")},
+        "hardware": torch.cuda.get_device_name() if gpus else f"{platform.machine()} CPU, {os.cpu_count()} cores",
+        "gpus": gpus,
+    }
 
 
 def _peak_memory_gib() -> float:

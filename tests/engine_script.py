@@ -1,4 +1,4 @@
-"""Run by test_engine.py on one or more processes: scenarios of a few updates of a tiny model, under the engine or in a plain loop."""
+"""Run by test_engine.py on one or more processes: scenarios of a few updates of a tiny model, with the engine or a plain loop."""
 
 import json
 import sys

@@ -5,9 +5,9 @@ from math import comb
 import numpy as np
 import pytest
 
-from erpo.aggregate import problem_values, read_scores
 from erpo.config import Cell
-from erpo.summaries import Place, clean_value, difference, holm, summarise
+from erpo.paper.aggregate import problem_values, read_scores
+from erpo.paper.summaries import Place, clean_value, difference, holm, summarise
 from tests.synthetic import scores_table, simulate_scores, write_cell
 
 

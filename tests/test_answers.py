@@ -7,13 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from erpo.answers import Box, excess, extract_answer, gold_problem, is_balanced
-from erpo.equality import Undecided, choice_letter, compare, numbers_agree
-from erpo.intervals import intervals
-from erpo.latex import split, squeeze
-from erpo.readings import read
-from erpo.second_opinion import second_opinion
-from erpo.units import canonical_unit, units_differ
+from erpo.grading.answers import Box, excess, extract_answer, gold_problem, is_balanced
+from erpo.grading.equality import Undecided, choice_letter, compare, numbers_agree
+from erpo.grading.intervals import intervals
+from erpo.grading.latex import split, squeeze
+from erpo.grading.readings import read
+from erpo.grading.second_opinion import second_opinion
+from erpo.grading.units import canonical_unit, units_differ
 
 PIECES = [
     r"\frac",

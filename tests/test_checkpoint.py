@@ -121,9 +121,9 @@ def test_a_full_disk_is_one_sentence(tmp_path):
     def full():
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    with pytest.raises(ValueError, match="no space left while writing .*free space"):
+    with pytest.raises(ValueError, match=r"no space left while writing .*free space"):
         cp.retry_free(full, tmp_path)
-    with pytest.raises(ValueError, match="needs about .* GiB"):
+    with pytest.raises(ValueError, match=r"needs about .* GiB"):
         cp.check_space(tmp_path, 1 << 60, "a training state")
 
 

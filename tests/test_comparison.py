@@ -7,9 +7,9 @@ import pandas as pd
 import pytest
 import yaml
 
-from erpo.comparison import AGREES, DIFFERS, FAILS, HOLDS, INCOMPARABLE, REPORTED, compare_with_paper
 from erpo.config import Cell, drawn_spec
-from erpo.paper import make_table
+from erpo.paper.comparison import AGREES, DIFFERS, FAILS, HOLDS, INCOMPARABLE, REPORTED, compare_with_paper
+from erpo.paper.tables import make_table
 from tests.conftest import _outside
 from tests.synthetic import inputs_of, log_rows, make_results, simulate_scores, study_with, write_cell, write_training
 

@@ -13,11 +13,11 @@ import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from erpo.aggregate import problem_values, read_facts
-from erpo.aggregate import read_scores as count_scores
 from erpo.checkpoint import policy_hash, read_json, write_json
 from erpo.evaluation import generate_samples, inspect_samples, regrade_scores, score_samples
 from erpo.generation import PolicySampler
+from erpo.paper.aggregate import problem_values, read_facts
+from erpo.paper.aggregate import read_scores as count_scores
 from erpo.probe import evaluate_policy, fixed_subset
 from erpo.records import Query, Rollout, Verdict, write_queries
 from erpo.rewards import Grader, grade_one, has_format

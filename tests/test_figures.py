@@ -10,12 +10,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from erpo import curves
-from erpo.aggregate import problem_values, read_scores
 from erpo.config import load_study, reference_spec
-from erpo.figures import KINDS, STYLE, draw, looks, make_figure
-from erpo.panels import Line, Panel, Picture
-from erpo.summaries import Place, summarise
+from erpo.paper import curves
+from erpo.paper.aggregate import problem_values, read_scores
+from erpo.paper.figures import KINDS, STYLE, draw, looks, make_figure
+from erpo.paper.panels import Line, Panel, Picture
+from erpo.paper.summaries import Place, summarise
 from tests.conftest import ROOT
 from tests.synthetic import inputs_of, log_rows, make_results, study_with, write_training
 

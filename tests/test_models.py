@@ -38,6 +38,7 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
 def few_problems_per_check():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("erpo.models._CHECK_PROBLEMS", 8)
+        patch.setattr("erpo.models._EPOCH_TEXTS", 256)
         yield
 
 

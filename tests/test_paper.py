@@ -8,9 +8,9 @@ import pandas as pd
 import pyarrow.parquet as pq
 import pytest
 
-from erpo.aggregate import read_facts
 from erpo.config import Cell
-from erpo.paper import headline, make_table
+from erpo.paper.aggregate import read_facts
+from erpo.paper.tables import headline, make_table
 from erpo.scores import write_scores
 from tests.synthetic import inputs_of, log_rows, make_results, study_with
 

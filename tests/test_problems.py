@@ -6,9 +6,9 @@ from itertools import combinations, pairwise
 
 import pytest
 
-from erpo.answers import extract_answer, has_format
 from erpo.config import SyntheticData
-from erpo.problems import FAMILIES, LARGEST, SPLIT_SHARES, Problem, generate, vocabulary
+from erpo.data.problems import FAMILIES, LARGEST, SPLIT_SHARES, Problem, generate, vocabulary
+from erpo.grading.answers import extract_answer, has_format
 from erpo.templates import build_tokenizer, decode, render_prompt
 
 ALL = tuple(FAMILIES)

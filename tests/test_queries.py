@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from erpo.config import PROMPT_SUFFIX, FileData, SyntheticData
-from erpo.overlap import layout_key, near, same, windows
-from erpo.problems import generate, vocabulary
-from erpo.queries import prepare_benchmark, prepare_queries
-from erpo.rawdata import accepted_answers, locate, parse_level, read_problems
+from erpo.data.overlap import layout_key, near, same, windows
+from erpo.data.problems import generate, vocabulary
+from erpo.data.queries import prepare_benchmark, prepare_queries
+from erpo.data.rawdata import accepted_answers, locate, parse_level, read_problems
 from erpo.records import Query, read_queries
 from erpo.templates import build_tokenizer
 

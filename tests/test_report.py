@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from erpo.answer import answer
 from erpo.config import Cell, drawn_spec, report_spec
-from erpo.figures import make_figure
-from erpo.paper import make_table
-from erpo.report import duration, make_report
+from erpo.paper.answer import answer
+from erpo.paper.figures import make_figure
+from erpo.paper.report import duration, make_report
+from erpo.paper.tables import make_table
 from tests.synthetic import inputs_of, make_results, study_with
 
 TABLES = (

@@ -17,8 +17,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from erpo import rewards, verifier_pool
-from erpo.latex import squeeze
+from erpo import rewards
+from erpo.grading import verifier_pool
+from erpo.grading.latex import squeeze
 from erpo.records import Verdict
 from erpo.rewards import Grader, check_canaries, grade_one, has_format
 from tests.grading_forms import FORMS
@@ -42,7 +43,7 @@ def verifiers(besides: list[psutil.Process] | None = None) -> list[psutil.Proces
     found = []
     for process in psutil.Process().children(recursive=True):
         try:
-            if "erpo.verifier" in process.cmdline() and process not in (besides or []):
+            if "erpo.grading.verifier" in process.cmdline() and process not in (besides or []):
                 found.append(process)
         except (psutil.NoSuchProcess, psutil.ZombieProcess):
             continue

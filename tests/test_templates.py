@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from erpo.config import PROMPT_SUFFIX
-from erpo.problems import vocabulary
+from erpo.data.problems import vocabulary
 from erpo.templates import build_tokenizer, decode, fingerprint, load_tokenizer, render_prompt, stop_ids, template_name
 
 BOS_TEMPLATE = (

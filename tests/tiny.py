@@ -11,10 +11,11 @@ import torch
 from safetensors.torch import load_file
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from erpo import problems, templates
+from erpo import templates
 from erpo.checkpoint import policy_hash, write_json
 from erpo.config import Machine, RunConfig, SyntheticData, run_settings
-from erpo.queries import prepare_queries
+from erpo.data import problems
+from erpo.data.queries import prepare_queries
 from erpo.reference import build_cache
 
 SETTINGS = {

@@ -17,7 +17,12 @@ class Cell(NamedTuple):
 
 
 def cells(study: Study, selection: Selection) -> list[Cell]:
-    """Checkpoints a table or figure needs: runs x their seeds x steps. The untrained run has step 0 alone."""
+    """Checkpoints a table or figure needs: runs x their seeds x steps. The untrained run has step 0 alone.
+
+    The comparison with the paper needs every checkpoint that the study evaluates anyway.
+    """
+    if compares_with_paper(selection):
+        return [cell for chosen in scored_cells(study).values() for cell in chosen]
     found = []
     for name in runs_of(study, selection):
         run = study.runs[name]
@@ -25,6 +30,11 @@ def cells(study: Study, selection: Selection) -> list[Cell]:
         for seed in selection.seeds or seeds_of(study, name):
             found += [Cell(name, seed, step) for step in steps]
     return found
+
+
+def compares_with_paper(selection: Selection) -> bool:
+    """Whether it is the table of reported numbers beside ours."""
+    return isinstance(selection, Table) and selection.columns == "reported"
 
 
 def seeds_of(study: Study, name: str) -> tuple[int, ...]:
@@ -73,13 +83,13 @@ def needs_training(artefact: Table | Figure) -> bool:
     """Whether it shows what was logged during training (metric keys have a slash)."""
     if isinstance(artefact, Figure):
         return artefact.kind in _TRAINING_FIGURES | _SCORED_AND_TRAINING_FIGURES
-    return any("/" in metric for metric in artefact.metrics)
+    return compares_with_paper(artefact) or any("/" in metric for metric in artefact.metrics)
 
 
 def scored_cells(study: Study) -> dict[str, list[Cell]]:
     """Checkpoints to evaluate, by run: every run's last step for all its seeds, and what tables and figures ask besides."""
     found = {name: {Cell(name, seed, run.steps): None for seed in seeds_of(study, name)} for name, run in study.runs.items()}
     for artefact in (*study.tables.values(), *study.figures.values()):
-        for cell in cells(study, artefact) if needs_scores(artefact) else ():
+        for cell in cells(study, artefact) if needs_scores(artefact) and not compares_with_paper(artefact) else ():
             found[cell.run][cell] = None
     return {name: sorted(chosen) for name, chosen in found.items()}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import Field, field_validator, model_validator
 
@@ -71,7 +71,7 @@ class SyntheticData(Frozen):
     kind: Literal["synthetic"]
     """Marks this sort of data."""
     families: tuple[str, ...]
-    """Problem families (erpo.problems.FAMILIES)."""
+    """Problem families (erpo.data.problems.FAMILIES)."""
     levels: tuple[int, ...] = (1, 2, 3, 4, 5)
     """Difficulty levels, 1 to 5."""
     size: PositiveInt
@@ -97,12 +97,12 @@ class FileData(Frozen):
     """Benchmarks whose problems are left out of this training set (equal up to layout)."""
 
 
-ModelEntry = Annotated[SyntheticModel | PretrainedModel, Field(discriminator="kind")]
-DataEntry = Annotated[SyntheticData | FileData, Field(discriminator="kind")]
+ModelEntry: TypeAlias = Annotated[SyntheticModel | PretrainedModel, Field(discriminator="kind")]
+DataEntry: TypeAlias = Annotated[SyntheticData | FileData, Field(discriminator="kind")]
 
 
-ModelEntry = Annotated[SyntheticModel | PretrainedModel, Field(discriminator="kind")]
-DataEntry = Annotated[SyntheticData | FileData, Field(discriminator="kind")]
+ModelEntry: TypeAlias = Annotated[SyntheticModel | PretrainedModel, Field(discriminator="kind")]
+DataEntry: TypeAlias = Annotated[SyntheticData | FileData, Field(discriminator="kind")]
 
 
 class Evaluation(Frozen):
@@ -153,8 +153,8 @@ class Selection(Frozen):
 class Table(Selection):
     """One table: a row per run (and step), columns by `columns`, one block per metric."""
 
-    columns: Literal["benchmark", "temperature", "band", "step", "none"] = "benchmark"
-    """What the columns stand for."""
+    columns: Literal["benchmark", "temperature", "band", "step", "none", "reported"] = "benchmark"
+    """What the columns stand for; `reported`: every number the paper reports beside ours, one a row."""
     metrics: tuple[str, ...] = ("avg@n",)
     """avg@n, pass@n, pass@1, pass@1:first, pass@K, maj@n, or a training metric such as kl/query (value at the row's step)."""
 

@@ -8,8 +8,8 @@ from typing import Any
 import pandas as pd
 
 from erpo.config import Cell
-from erpo.summaries import ALPHA, CONFIDENCE
-from erpo.wording import listed, metric_sentence, percent, span
+from erpo.paper.summaries import ALPHA, CONFIDENCE
+from erpo.paper.wording import listed, metric_sentence, percent, span
 
 _RATES = {
     "truncated": "truncated",

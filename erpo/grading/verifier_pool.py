@@ -1,4 +1,4 @@
-"""Killable worker processes for `erpo.verifier`: hard limits, replacement, no orphans.
+"""Killable worker processes for `erpo.grading.verifier`: hard limits, replacement, no orphans.
 
 Workers are plain subprocesses that speak over pipes: no multiprocessing, no signal and no main thread is needed on this
 side, so the pool works from any thread, any executor and inside process-pool workers, under fork and spawn alike.
@@ -52,11 +52,11 @@ class _Worker:
     """One process and the pair it works on."""
 
     def __init__(self) -> None:
-        package = str(Path(__file__).resolve().parents[1])
+        package = str(Path(__file__).resolve().parents[2])
         paths = [package, *filter(None, [os.environ.get("PYTHONPATH")])]
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}
         self.process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "erpo.verifier", str(os.getpid())],
+            [sys.executable, "-P", "-m", "erpo.grading.verifier", str(os.getpid())],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=environment,
@@ -226,7 +226,7 @@ class _Shift:
         if not worker.is_ready:
             raise RuntimeError(
                 f"a grading process did not start (exit status {status}, overdue: {overdue}); "
-                f"run `{sys.executable} -m erpo.verifier 0` to see why"
+                f"run `{sys.executable} -m erpo.grading.verifier 0` to see why"
             )
         if worker.pair is None:
             return

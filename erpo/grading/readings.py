@@ -1,6 +1,6 @@
 r"""How an answer is read: LaTeX text in, a small tree out (number, words, list, tuple, set, matrix, assignment, expression).
 
-Reading never evaluates: what is not a literal stays text, for `erpo.verifier` to judge. The rules are listed in
+Reading never evaluates: what is not a literal stays text, for `erpo.grading.verifier` to judge. The rules are listed in
 docs/grading.md; their names there are the names used here.
 """
 
@@ -12,8 +12,8 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import Literal
 
-from erpo.latex import TOKEN, is_one_group, normalise, split, squeeze
-from erpo.units import UNWRAPPED_UNITS, canonical_unit
+from erpo.grading.latex import TOKEN, is_one_group, normalise, split, squeeze
+from erpo.grading.units import UNWRAPPED_UNITS, canonical_unit
 
 MAX_LITERAL_DIGITS = 1_000
 """Longer literals are not turned into numbers here."""

@@ -10,9 +10,9 @@ import pyarrow.parquet as pq
 
 from erpo.checkpoint import read_json
 from erpo.config import RunConfig
-from erpo.curves import band
-from erpo.panels import Line, Panel, Picture, Sources
-from erpo.wording import listed
+from erpo.paper.curves import band
+from erpo.paper.panels import Line, Panel, Picture, Sources
+from erpo.paper.wording import listed
 
 _BIN = 0.1
 """Width of a histogram bar."""

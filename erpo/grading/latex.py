@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from functools import lru_cache
 
-from erpo.answers import closing_brace, unbox
+from erpo.grading.answers import closing_brace, unbox
 
 # --- normalisation: text that prints the same becomes the same text -------------------------------------------------------
 

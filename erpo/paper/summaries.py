@@ -1,6 +1,6 @@
 """One cell of a table: its value, how sure it is, what it is made of, and how it differs from a baseline.
 
-Means are taken in the order of `erpo.aggregate`. An interval is a bootstrap over problems (within each benchmark) of the
+Means are taken in the order of `erpo.paper.aggregate`. An interval is a bootstrap over problems (within each benchmark) of the
 seed-averaged values; a difference is paired over problems and uses only what both sides have.
 """
 
@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from erpo.aggregate import Scores
 from erpo.config import Cell
 from erpo.metrics import bootstrap_interval, paired_difference
+from erpo.paper.aggregate import Scores
 
 CONFIDENCE = 0.95
 """Coverage of every interval."""

@@ -13,13 +13,13 @@ import jinja2
 import pandas as pd
 
 from erpo import __version__
-from erpo.aggregate import read_facts
-from erpo.answer import Answer, answer
 from erpo.checkpoint import read_json, write_atomic
 from erpo.config import RunConfig
-from erpo.curves import read_curves, read_markers
-from erpo.typeset import Sheet
-from erpo.wording import percent, plain, points
+from erpo.paper.aggregate import read_facts
+from erpo.paper.answer import Answer, answer
+from erpo.paper.curves import read_curves, read_markers
+from erpo.paper.typeset import Sheet
+from erpo.paper.wording import percent, plain, points
 
 TEMPLATE = "report.html.j2"
 _CURVES = {

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from erpo import __version__
-from erpo.aggregate import read_facts
 from erpo.checkpoint import file_hash
+from erpo.paper.aggregate import read_facts
 
 _HOUR = 3600.0
 _PACKAGES = ("numpy", "pandas", "pyarrow", "matplotlib")
@@ -23,7 +23,7 @@ def describe_inputs(scores: Sequence[Path], markers: Sequence[dict[str, Any]]) -
 
     Args:
         scores: scores files.
-        markers: training markers (`erpo.curves.read_markers`).
+        markers: training markers (`erpo.paper.curves.read_markers`).
     """
     inputs = []
     for path in scores:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from erpo.checkpoint import write_json
-from erpo.overlap import Windows, layout_key, near, same, windows
+from erpo.data.overlap import Windows, layout_key, near, same, windows
 from erpo.records import Query, read_queries
 
 logger = logging.getLogger(__name__)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
-from erpo.latex import TOKEN, split
-from erpo.readings import CONSTANTS, NAME, RELATIONS, Reading, read_part
+from erpo.grading.latex import TOKEN, split
+from erpo.grading.readings import CONSTANTS, NAME, RELATIONS, Reading, read_part
 
 _FLIPPED = {"<": ">", ">": "<", r"\le": r"\ge", r"\ge": r"\le"}
 

@@ -1,7 +1,7 @@
 """The paper's numbers beside ours: every reported number once, with our value, its interval and a verdict that says why.
 
 `agrees` means that the reported number lies within our interval (bootstrap over problems, widened to the range of our seeds);
-the paper gives no interval of its own. Statements about curves are predicates with fixed thresholds (`erpo.curves`).
+the paper gives no interval of its own. Statements about curves are predicates with fixed thresholds (`erpo.paper.curves`).
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ import numpy as np
 import pandas as pd
 import yaml
 
-from erpo import curves as statements
-from erpo.aggregate import Scores, problem_values, read_scores
 from erpo.config import Cell, RunConfig
-from erpo.curves import band, read_curves, read_markers, seed_values, smooth
-from erpo.summaries import Place, difference, seeds_by_checkpoint, summarise
-from erpo.typeset import Block, Entry, Sheet
-from erpo.wording import NOTHING, listed, plain
+from erpo.paper import curves as statements
+from erpo.paper.aggregate import Scores, problem_values, read_scores
+from erpo.paper.curves import band, read_curves, read_markers, seed_values, smooth
+from erpo.paper.summaries import Place, difference, seeds_by_checkpoint, summarise
+from erpo.paper.typeset import Block, Entry, Sheet
+from erpo.paper.wording import NOTHING, listed, plain
 
-REPORTED = Path(__file__).resolve().parents[1] / "config" / "reported.yaml"
+REPORTED = Path(__file__).with_name("reported.yaml")
 """What the paper reports."""
 _ROUNDING = 0.0005
 """Half of the last digit that every reported share has."""

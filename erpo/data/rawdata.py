@@ -23,14 +23,14 @@ from typing import Any
 
 import yaml
 
-from erpo.answers import extract_answer
 from erpo.checkpoint import file_hash
 from erpo.config import FileData
-from erpo.equality import ALTERNATIVE
+from erpo.grading.answers import extract_answer
+from erpo.grading.equality import ALTERNATIVE
 
 log = logging.getLogger(__name__)
 
-CORRECTIONS = Path(__file__).resolve().parents[1] / "config" / "corrections.yaml"
+CORRECTIONS = Path(__file__).with_name("corrections.yaml")
 """Corrected labels and known oddities of the published problem files, by query id."""
 
 _ID_DIGITS = 16
@@ -124,7 +124,7 @@ def _download(url: str, path: Path, accepted: set[str]) -> None:
 
 
 def read_problems(path: Path, prompt_suffix: str) -> list[RawProblem]:
-    """Rows of a JSONL file, in order, with the corrections of config/corrections.yaml.
+    """Rows of a JSONL file, in order, with the corrections of erpo/data/corrections.yaml.
 
     Problem text: `problem`, `question`, or `prompt` (the instruction at its end is taken off). Answer: `answer` with `answers`
     (accepted spellings), `ground_truth`, or the last box of `solution`. Level: `level` or `original_level`.

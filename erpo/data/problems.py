@@ -136,7 +136,7 @@ def _solution(lines: Sequence[str], answer: int) -> str:
 
 
 def _largest_addend(level: int) -> int:
-    return 5 + 4 * level
+    return 2 + 2 * level
 
 
 def _next_operation(rng: Random, value: int, level: int, largest_factor: int) -> tuple[str, int]:
@@ -175,7 +175,7 @@ def _spell_chain(rng: Random, steps: Sequence[Step]) -> str:
 
 def _chain(rng: Random, level: int) -> Draft:
     start = rng.randint(2, 10 * level + 10)
-    steps = _chain_steps(rng, start, start, level + 1, level, 0)
+    steps = _chain_steps(rng, start, start, level + 1, level, 0, largest_factor=3)
     return Draft(f"{rng.choice(_CHAIN_STARTS).format(start)}, {_spell_chain(rng, steps)}.", steps)
 
 

@@ -1,7 +1,7 @@
 """Tables: scores and training logs -> one frame of cells, written as CSV, Parquet, Markdown, LaTeX and a provenance sidecar.
 
 A row is a run (and a step), a column a benchmark, a temperature, a band or a step, a block a metric. The CSV holds one line per
-cell with all that is known about it; Markdown and LaTeX show the same cells as people read them (`erpo.typeset`).
+cell with all that is known about it; Markdown and LaTeX show the same cells as people read them (`erpo.paper.typeset`).
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 
-from erpo import typeset, wording
-from erpo.aggregate import Scores, metric_label, needs_answers, problem_values, read_scores
 from erpo.checkpoint import read_json, write_atomic, write_json
-from erpo.comparison import compare_with_paper
 from erpo.config import Cell, temperature_label
-from erpo.curves import read_curves, read_markers, seed_values
-from erpo.notes import table_notes
-from erpo.provenance import describe_inputs, mixture_notes, sidecar
-from erpo.summaries import ALPHA, Place, clean_value, difference, holm, seeds_by_checkpoint, summarise
+from erpo.paper import typeset, wording
+from erpo.paper.aggregate import Scores, metric_label, needs_answers, problem_values, read_scores
+from erpo.paper.comparison import compare_with_paper
+from erpo.paper.curves import read_curves, read_markers, seed_values
+from erpo.paper.notes import table_notes
+from erpo.paper.provenance import describe_inputs, mixture_notes, sidecar
+from erpo.paper.summaries import ALPHA, Place, clean_value, difference, holm, seeds_by_checkpoint, summarise
 
 MEAN = "mean"
 """Key of the column over everything; of the only column when there is one."""

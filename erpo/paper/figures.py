@@ -1,4 +1,4 @@
-"""Figures: panels of data (`erpo.panels`) drawn in one house style, as PDF, PNG, CSV of the plotted data and a provenance sidecar.
+"""Figures: panels of data (`erpo.paper.panels`) drawn in one house style, as PDF, PNG, CSV of the plotted data and a sidecar.
 
 Lines differ in colour (safe for the colour-blind), dash and marker, so that a grey print still tells them apart. A run keeps its
 look in every figure of every study: it comes from its name.
@@ -18,10 +18,10 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator, MultipleLocator
 
-from erpo import panels, weight_panels
 from erpo.checkpoint import write_atomic, write_json
-from erpo.panels import Line, Panel, Picture, Sources
-from erpo.provenance import describe_inputs, mixture_notes, sidecar
+from erpo.paper import panels, weight_panels
+from erpo.paper.panels import Line, Panel, Picture, Sources
+from erpo.paper.provenance import describe_inputs, mixture_notes, sidecar
 
 KINDS: dict[str, Callable[[Sources], Picture]] = {
     "drift": panels.drift,

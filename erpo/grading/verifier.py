@@ -1,6 +1,6 @@
 """A worker process that decides equivalence with math-verify, one pair a line, under limits of its own.
 
-Started by `erpo.rewards` as `python -m erpo.verifier PARENT_PID`; nothing else imports it, so math-verify and sympy stay out
+Started by `erpo.rewards` as `python -m erpo.grading.verifier PARENT_PID`; nothing else imports it, so math-verify stays out
 of the training process. A request is one JSON line `[gold, answer, cpu_seconds]`, a reply one JSON line
 `{"equal": bool | null, "reason": str, "retire": bool}`.
 """
@@ -24,8 +24,8 @@ from latex2sympy2_extended import NormalizationConfig
 from math_verify import LatexExtractionConfig, parse, verify
 from sympy import Expr, Float, I, Symbol
 
-from erpo.equality import RELATIVE_ROUNDING, ROUNDING, compare
-from erpo.latex import normalise
+from erpo.grading.equality import RELATIVE_ROUNDING, ROUNDING, compare
+from erpo.grading.latex import normalise
 
 MEMORY_BYTES = 1 << 30
 """Address space of a worker (RLIMIT_AS)."""

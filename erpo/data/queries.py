@@ -16,13 +16,13 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from erpo.answers import gold_problem
 from erpo.checkpoint import file_hash, write_json
 from erpo.config import FileData, SyntheticData
-from erpo.equality import ALTERNATIVE
-from erpo.overlap import groups_by, layout_key, near, same, windows
-from erpo.problems import Split, generate
-from erpo.rawdata import CORRECTIONS, RawProblem, locate, query_id, read_problems
+from erpo.data.overlap import groups_by, layout_key, near, same, windows
+from erpo.data.problems import Split, generate
+from erpo.data.rawdata import CORRECTIONS, RawProblem, locate, query_id, read_problems
+from erpo.grading.answers import gold_problem
+from erpo.grading.equality import ALTERNATIVE
 from erpo.records import Query, read_queries, write_queries
 from erpo.templates import fingerprint, load_tokenizer, render_prompt, template_name
 

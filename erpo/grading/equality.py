@@ -12,10 +12,10 @@ from collections.abc import Callable
 from fractions import Fraction
 from typing import NamedTuple
 
-from erpo.intervals import intervals
-from erpo.latex import normalise, squeeze
-from erpo.readings import Reading, read
-from erpo.units import canonical_unit, units_differ
+from erpo.grading.intervals import intervals
+from erpo.grading.latex import normalise, squeeze
+from erpo.grading.readings import Reading, read
+from erpo.grading.units import canonical_unit, units_differ
 
 ALTERNATIVE = " ||| "
 """Separates accepted answers within one gold answer: each of them is right."""

@@ -10,12 +10,12 @@ from typing import Any, Literal
 import numpy as np
 import pandas as pd
 
-from erpo.aggregate import Scores, metric_label, problem_values, read_scores
 from erpo.config import Cell, temperature_label
-from erpo.curves import band, read_curves, read_markers, smooth
-from erpo.notes import checkpoint_rule, interval_rule, missing_cells, sampling_rule
-from erpo.summaries import Place, Summary, seeds_by_checkpoint, summarise
-from erpo.wording import listed
+from erpo.paper.aggregate import Scores, metric_label, problem_values, read_scores
+from erpo.paper.curves import band, read_curves, read_markers, smooth
+from erpo.paper.notes import checkpoint_rule, interval_rule, missing_cells, sampling_rule
+from erpo.paper.summaries import Place, Summary, seeds_by_checkpoint, summarise
+from erpo.paper.wording import listed
 
 METRIC = "avg@n"
 """Accuracy shown by every figure of scores."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from erpo.config import temperature_label
-from erpo.summaries import ALPHA
+from erpo.paper.summaries import ALPHA
 
 NOTHING = "-"
 """A value that does not exist."""

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from erpo.aggregate import Scores, metric_label, problem_values, read_scores
 from erpo.config import temperature_label
-from erpo.summaries import ALPHA, Place, difference, holm, seeds_by_checkpoint, summarise
-from erpo.wording import comparison, is_sure, ranges
+from erpo.paper.aggregate import Scores, metric_label, problem_values, read_scores
+from erpo.paper.summaries import ALPHA, Place, difference, holm, seeds_by_checkpoint, summarise
+from erpo.paper.wording import comparison, is_sure, ranges
 
 METRIC = "avg@n"
 

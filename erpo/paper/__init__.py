@@ -1,0 +1,1 @@
+"""Scores and training logs to tables, figures, the comparison with the paper, and the report."""
