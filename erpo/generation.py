@@ -12,29 +12,24 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
+from erpo.draw import draw, uniforms
 from erpo.records import Rollout
+from erpo.slots import Slots
 
 logger = logging.getLogger(__name__)
-
-_DRAW_ELEMENTS = 1 << 24
-"""Most logits per chunk of a draw: bounds its float64 temporaries to about 0.3 GiB whatever the vocabulary."""
 
 _PREFILL_TOKENS = 1 << 15
 """Most padded prompt tokens in one prefill forward."""
 
 _REFILL_SHARE = 8
 """Free slots are filled again when they are at least 1/8 of all: small prefills would cost more than idle slots."""
-
-
-_SPARE_COLUMNS = 32
-"""Least free columns of a new cache buffer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,153 +85,6 @@ class Generator(Protocol):
     def wake(self) -> None:
         """Be ready to generate."""
         ...
-
-
-# --- random numbers ----------------------------------------------------------------------------------------------------
-
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-
-
-def uniforms(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """Uniform numbers (float64 [N], inside 0 and 1) for uint64 seeds and positions: SplitMix64 streams of the mixed seeds.
-
-    Counter-based: any position of any stream at once, without a generator state. Reference: Steele, Lea and Flood, OOPSLA 2014.
-    """
-    state = _mix(seeds) + (positions.astype(np.uint64) + np.uint64(1)) * _GOLDEN
-    return ((_mix(state) >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
-
-
-def _mix(x: np.ndarray) -> np.ndarray:
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
-
-
-def draw(logits: Tensor, uniform: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
-    """Tokens (int64 [B]) drawn from logits [B, V] and their log-probs (float32 [B]) under the distribution they were drawn from.
-
-    Temperature 0 takes the most likely token and reports its log-prob at temperature 1.
-
-    Args:
-        logits: any float dtype; computed in float32, the cumulative distribution in float64.
-        uniform: float64 [B].
-        sampling: temperature and top_p.
-    """
-    rows = max(1, _DRAW_ELEMENTS // logits.shape[-1])
-    parts = [_draw_rows(logits[i : i + rows].float(), uniform[i : i + rows], sampling) for i in range(0, len(logits), rows)]
-    return torch.cat([tokens for tokens, _ in parts]), torch.cat([logprobs for _, logprobs in parts])
-
-
-def _draw_rows(logits: Tensor, uniform: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
-    if sampling.temperature == 0:
-        logprobs = torch.log_softmax(logits, -1)
-        tokens = logits.argmax(-1, keepdim=True)
-    else:
-        logprobs = torch.log_softmax(logits / sampling.temperature, -1)
-        if sampling.top_p < 1:
-            logprobs = _nucleus(logprobs, sampling.top_p)
-        cumulative = logprobs.exp().cumsum(-1, dtype=torch.float64)
-        threshold = uniform.unsqueeze(-1) * cumulative[:, -1:]
-        tokens = torch.searchsorted(cumulative, threshold, right=True).clamp(max=logits.shape[-1] - 1)
-    return tokens.squeeze(-1), logprobs.gather(-1, tokens).squeeze(-1)
-
-
-def _nucleus(logprobs: Tensor, top_p: float) -> Tensor:
-    """Log-probs of the most likely tokens that together reach top_p, renormalised; -inf elsewhere."""
-    ordered, order = logprobs.sort(-1, descending=True)
-    before = ordered.exp().cumsum(-1, dtype=torch.float64) - ordered.exp()
-    kept = torch.empty_like(order, dtype=torch.bool).scatter_(-1, order, before < top_p)
-    return torch.log_softmax(logprobs.masked_fill(~kept, float("-inf")), -1)
-
-
-# --- keys and values of the running rows -------------------------------------------------------------------------------
-
-
-class _SlotLayer(CacheLayerMixin):
-    """Keys and values [slots, heads, columns, dim] of one layer, written in place; attention reads a view of the window."""
-
-    is_sliding = False  # all columns are kept; a sliding layer masks them itself
-
-    def __init__(self, slots: _Slots) -> None:
-        super().__init__()
-        self.slots = slots
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        s = self.slots
-        self.keys[: s.rows, :, s.end : s.end + 1] = key_states
-        self.values[: s.rows, :, s.end : s.end + 1] = value_states
-        window = (slice(s.rows), slice(None), slice(s.start, s.end + 1))
-        return self.keys[window], self.values[window]
-
-    def get_seq_length(self) -> int:
-        return self.slots.end - self.slots.start
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.get_seq_length() + query_length, 0
-
-    def get_max_length(self) -> int:
-        return -1
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing to do: `_Slots.admit` allocates."""
-
-
-class _Slots:
-    """The key-value cache: rows occupy slots 0 to `rows`, all end at column `end`; a shorter row begins at a later column.
-
-    Finished rows are closed by moving the last rows into their slots, so nothing but the moved rows is ever copied.
-    """
-
-    def __init__(self, num_slots: int) -> None:
-        self.num_slots, self.rows, self.start, self.end = num_slots, 0, 0, 0
-        self.cache = Cache(layers=[])
-
-    def admit(self, prefilled: DynamicCache, source: Tensor) -> None:
-        """Add one row for each entry of `source` (row of the prefilled cache, whose prompts are left-padded to a common width)."""
-        width = prefilled.get_seq_length()
-        if not self.cache.layers:
-            self.cache.layers += [_SlotLayer(self) for _ in prefilled.layers]
-        if self.rows == 0:
-            self.start, self.end = 0, width
-        assert width <= self.end - self.start, "prompts come longest first, so the window holds them"
-        if self._columns <= self.end:
-            self._relocate(prefilled)
-        rows, begin = slice(self.rows, self.rows + len(source)), self.end - width
-        for layer, fresh in zip(self.cache.layers, prefilled.layers, strict=True):
-            for kept, new in ((layer.keys, fresh.keys), (layer.values, fresh.values)):
-                kept[rows, :, self.start : begin] = 0  # masked columns are multiplied by 0, and 0 x nan would not be 0
-                kept[rows, :, begin : self.end] = new[source]
-        self.rows += len(source)
-
-    def advance(self) -> None:
-        """Count the column that the last forward wrote, and make room for the next."""
-        self.end += 1
-        if self._columns <= self.end:
-            self._relocate(self.cache)
-
-    def close(self, holes: np.ndarray, tails: np.ndarray, rows: int) -> None:
-        """Move the rows `tails` into the slots `holes`; `rows` remain."""
-        for layer in self.cache.layers if len(holes) else ():
-            for kept in (layer.keys, layer.values):
-                window = kept[:, :, self.start : self.end]
-                window[holes] = window[tails]
-        self.rows = rows
-
-    @property
-    def _columns(self) -> int:
-        return 0 if self.cache.layers[0].keys is None else self.cache.layers[0].keys.shape[2]
-
-    def _relocate(self, like: Cache) -> None:
-        """Move the window to the left end of buffers (heads, dim and dtype of `like`) with a quarter more room than it takes."""
-        held = self.end - self.start
-        for layer, template in zip(self.cache.layers, like.layers, strict=True):
-            for name in ("keys", "values"):
-                _, heads, _, dim = getattr(template, name).shape
-                new = getattr(template, name).new_empty(self.num_slots, heads, held + held // 4 + _SPARE_COLUMNS, dim)
-                if self.rows:
-                    new[: self.rows, :, :held] = getattr(layer, name)[: self.rows, :, self.start : self.end]
-                setattr(layer, name, new)
-        self.start, self.end = 0, held
 
 
 # --- the sampler -------------------------------------------------------------------------------------------------------
@@ -357,11 +205,20 @@ def _refuse_recurrent(model: nn.Module) -> None:
     Raises:
         ValueError: the model has layers with another kind of state.
     """
-    kinds = {type(layer) for layer in DynamicCache(config=model.config).layers}  # pyright: ignore
+    kinds = _layer_kinds(model)
     if not kinds <= {DynamicLayer, DynamicSlidingWindowLayer}:
         raise ValueError(
             f"{type(model).__name__} keeps a recurrent state; the package's sampler runs attention layers only: use generator: vllm"
         )
+
+
+def _layer_kinds(model: nn.Module) -> set[type]:
+    return {type(layer) for layer in DynamicCache(config=model.config).layers}  # pyright: ignore
+
+
+def _takes_prepared_masks(model: nn.Module) -> bool:
+    """Whether one boolean mask [B, 1, 1, columns] suits all layers, which spares building it inside the model at every token."""
+    return model.config._attn_implementation == "sdpa" and _layer_kinds(model) == {DynamicLayer}  # pyright: ignore
 
 
 class _Batch:
@@ -372,7 +229,8 @@ class _Batch:
         self.model, self.num_slots, self.sampling = model, num_slots, sampling
         self.device = next(model.parameters()).device
         self.stops = np.array(sampling.stop_ids, dtype=np.int64)
-        self.slots, self.running = _Slots(num_slots), _Running()
+        self.prepares_masks = _takes_prepared_masks(model)
+        self.slots, self.running = Slots(num_slots), _Running()
         self.pending = torch.empty(0, dtype=torch.long, device=self.device)  # last token of each row, not yet in the cache
 
     def run(self, waiting: deque[_Job]) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
@@ -421,7 +279,10 @@ class _Batch:
         begins = slots.end - running.prompt - running.drawn + 1  # column of each row's first token
         slots.start = int(begins.min())
         columns = np.arange(slots.start, slots.end + 1)
-        mask = None if (begins == slots.start).all() else self._tensor((columns >= begins[:, None]).astype(np.int64))
+        mask = None
+        if (begins > slots.start).any():
+            is_real = self._tensor(columns >= begins[:, None])
+            mask = is_real[:, None, None] if self.prepares_masks else is_real.long()
         positions = self._tensor((running.prompt + running.drawn - 1)[:, None])
         logits = self._forward(self.pending[:, None], mask, positions, slots.cache)
         slots.advance()
@@ -438,14 +299,14 @@ class _Batch:
         """Draw for the rows from slot `first` on; rows that are finished thereby give up their slots."""
         running = self.running
         uniform = uniforms(running.seed[first:], running.drawn[first:])
-        tokens, logprobs = draw(logits, self._tensor(uniform), self.sampling)
+        tokens, logprobs = draw(logits, self._tensor(uniform), self.sampling.temperature, self.sampling.top_p)
         drawn = running.row[first:], tokens.cpu().numpy(), logprobs.cpu().numpy()
         if not np.isfinite(drawn[2]).all():
             raise FloatingPointError("the policy's logits are not finite: its weights are damaged or overflow in this precision")
         running.drawn[first:] += 1
         self.pending = torch.cat([self.pending[:first], tokens])
         done = np.zeros(len(running.row), dtype=bool)
-        done[first:] = np.isin(drawn[1], self.stops) | (running.drawn[first:] >= self.sampling.max_tokens)
+        done[first:] = (drawn[1][:, None] == self.stops).any(1) | (running.drawn[first:] >= self.sampling.max_tokens)
         if done.any():
             self._drop(done)
         return drawn

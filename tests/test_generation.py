@@ -23,7 +23,8 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from erpo.generation import PolicySampler, Request, Sampling, draw, uniforms
+from erpo.draw import draw, uniforms
+from erpo.generation import PolicySampler, Request, Sampling
 
 VOCABULARY = 40
 STOPS = (1, 2)
@@ -229,25 +230,25 @@ def chi_square(counts: np.ndarray, expected: np.ndarray) -> float:
 
 def test_logprob_of_tempered_logits_by_hand():
     logits = torch.tensor([[2.0, 1.0, 0.0]])
-    _, logprobs = draw(logits, torch.tensor([0.1], dtype=torch.float64), sampling(0.5))
+    _, logprobs = draw(logits, torch.tensor([0.1], dtype=torch.float64), 0.5, 1.0)
     assert logprobs.item() == pytest.approx(-0.14293163, abs=1e-6)  # e^4 / (e^4 + e^2 + 1)
-    _, logprobs = draw(logits, torch.tensor([0.1], dtype=torch.float64), sampling(1.0))
+    _, logprobs = draw(logits, torch.tensor([0.1], dtype=torch.float64), 1.0, 1.0)
     assert logprobs.item() == pytest.approx(-0.40760596, abs=1e-6)
 
 
 def test_the_cumulative_distribution_is_inverted_at_the_uniform_number():
     logits = torch.log(torch.tensor([0.5, 0.0, 0.3, 0.2])).repeat(6, 1)
     uniform = torch.tensor([1e-12, 0.4999, 0.5001, 0.7999, 0.8001, 1 - 1e-12], dtype=torch.float64)
-    tokens, _ = draw(logits, uniform, sampling())
+    tokens, _ = draw(logits, uniform, 1.0, 1.0)
     assert tokens.tolist() == [0, 0, 2, 2, 3, 3]
 
 
 def test_a_nucleus_keeps_the_fewest_likely_tokens_and_renormalises():
     logits = torch.log(torch.tensor([0.2, 0.5, 0.3])).repeat(3, 1)
-    tokens, logprobs = draw(logits, torch.tensor([0.1, 0.9, 0.999], dtype=torch.float64), sampling(top_p=0.75))
+    tokens, logprobs = draw(logits, torch.tensor([0.1, 0.9, 0.999], dtype=torch.float64), 1.0, 0.75)
     assert tokens.tolist() == [1, 2, 2]
     np.testing.assert_allclose(logprobs.exp(), [0.5 / 0.8, 0.3 / 0.8, 0.3 / 0.8], rtol=1e-6)
-    tokens, logprobs = draw(logits, torch.tensor([0.1, 0.9, 0.999], dtype=torch.float64), sampling(top_p=0.5))
+    tokens, logprobs = draw(logits, torch.tensor([0.1, 0.9, 0.999], dtype=torch.float64), 1.0, 0.5)
     assert tokens.tolist() == [1, 1, 1]
     np.testing.assert_allclose(logprobs, 0.0, atol=1e-6)
 
@@ -255,9 +256,9 @@ def test_a_nucleus_keeps_the_fewest_likely_tokens_and_renormalises():
 def test_large_vocabularies_are_drawn_in_parts_with_the_same_result(monkeypatch):
     logits = torch.randn(50, 300, generator=torch.Generator().manual_seed(0))
     uniform = torch.rand(50, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    whole = draw(logits, uniform, sampling())
-    monkeypatch.setattr("erpo.generation._DRAW_ELEMENTS", 1000)
-    parts = draw(logits, uniform, sampling())
+    whole = draw(logits, uniform, 1.0, 1.0)
+    monkeypatch.setattr("erpo.draw._DRAW_ELEMENTS", 1000)
+    parts = draw(logits, uniform, 1.0, 1.0)
     assert torch.equal(whole[0], parts[0])
     assert torch.equal(whole[1], parts[1])
 
