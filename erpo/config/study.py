@@ -101,10 +101,6 @@ ModelEntry: TypeAlias = Annotated[SyntheticModel | PretrainedModel, Field(discri
 DataEntry: TypeAlias = Annotated[SyntheticData | FileData, Field(discriminator="kind")]
 
 
-ModelEntry: TypeAlias = Annotated[SyntheticModel | PretrainedModel, Field(discriminator="kind")]
-DataEntry: TypeAlias = Annotated[SyntheticData | FileData, Field(discriminator="kind")]
-
-
 class Evaluation(Frozen):
     """How checkpoints are evaluated (docs/evaluation.md)."""
 

@@ -134,6 +134,7 @@ def training_inputs(wildcards):
         "model": model_marker(run.model),
         "queries": f"{RESULTS}/data/{run.model}/{run.train_set}.parquet",
         "reference": f"{RESULTS}/reference/{run.model}/{run.train_set}.json",
+        "probe": benchmark_files(run.model) if run.evaluate_every else [],
         "previous": milestone_before(wildcards.run, wildcards.seed, int(wildcards.step)),
     }
 
@@ -241,7 +242,7 @@ MACHINES = {
         "generator": "sampler",
         "rows": 512,
         "zero_stage": 1,
-        "micro_batch_tokens": 16384,
+        "micro_batch_tokens": 2048,
         "activation_checkpointing": "false",
     },
     "medium": {  # up to 16 billion parameters: one node of eight 80 GB GPUs trains, one GPU generates
