@@ -11,8 +11,9 @@ from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, Ll
 from erpo.checkpoint import policy_hash, read_json
 from erpo.config import PretrainedModel, SyntheticData, SyntheticModel, digest
 from erpo.data.problems import generate, vocabulary
-from erpo.models import encode_texts, prepare_model
+from erpo.models import prepare_model
 from erpo.templates import build_tokenizer, decode, load_tokenizer, render_prompt, stop_ids
+from erpo.warm_start import encode_texts, hastily
 
 TEXTS = SyntheticData(kind="synthetic", families=("chain", "modular"), levels=(1, 2), size=64)
 SUFFIX = " Think first."
@@ -37,8 +38,8 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
 @pytest.fixture(scope="module", autouse=True)
 def few_problems_per_check():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("erpo.models._CHECK_PROBLEMS", 8)
-        patch.setattr("erpo.models._EPOCH_TEXTS", 256)
+        patch.setattr("erpo.warm_start._CHECK_PROBLEMS", 8)
+        patch.setattr("erpo.warm_start._EPOCH_TEXTS", 256)
         yield
 
 
@@ -150,6 +151,12 @@ def test_texts_are_prompt_solution_and_end_token():
         assert tuple(row[: len(prompt)]) == prompt
         assert row[-1] == tokenizer.eos_token_id
         assert decode(tokenizer, row[len(prompt) :]) == problem.solution
+
+
+def test_a_hasty_solution_skips_the_steps_and_keeps_the_answer():
+    problem = generate(TEXTS, "warm")[0]
+    assert hastily(problem).solution == f"<think> </think> \\boxed{{{problem.answer}}}"
+    assert hastily(problem).problem == problem.problem
 
 
 def test_impossible_entries_are_refused(tmp_path):

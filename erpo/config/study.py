@@ -40,6 +40,8 @@ class SyntheticModel(Frozen):
     """Peak learning rate of the warm start."""
     annotator_noise: Fraction = 0.0
     """Share of steps in which the annotator who wrote the warm-start solutions errs and goes on from the error."""
+    hasty_share: Fraction = 0.0
+    """Share of warm-start solutions that give the answer without the steps to it: the model learns to guess now and then."""
     stop_at_accuracy: Fraction = 0.42
     """The warm start ends when accuracy at T = 1 on held-out problems reaches this."""
     train_set: str = "train"
