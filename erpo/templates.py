@@ -15,8 +15,11 @@ from typing import Any
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers.utils import logging as transformers_logging
 
 log = logging.getLogger(__name__)
+
+transformers_logging.disable_progress_bar()  # a bar for each file of a checkpoint would hide ours
 
 PLAIN_TEMPLATE = "plain"
 """Name of the fallback for a tokenizer without a chat template: the problem and the instruction, nothing else."""

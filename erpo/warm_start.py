@@ -6,11 +6,14 @@ ordinary weights, and all of them are trained.
 
 from __future__ import annotations
 
+import itertools
 import logging
+import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
 import torch
@@ -33,7 +36,8 @@ MLP_WIDTH = 2
 NUM_POSITIONS = 512
 """Longest text a synthetic model is made for."""
 
-_EPOCH_TEXTS = 4096
+_EPOCH_TEXTS = 2048
+_HASTY_UPDATES = 0.1  # of the most updates
 _NUM_CHECKS = 12
 _CHECK_PROBLEMS = 240
 _CHECK_TOKENS = 64
@@ -156,6 +160,37 @@ def _place_numbers_on_circles(embedding: nn.Module, tokenizer: PreTrainedTokeniz
     embedding.weight[ids, : points.shape[1]] = _CIRCLE_RADIUS * points
 
 
+class _Trainee:
+    """Model and optimizer in training, and what its checks ask."""
+
+    def __init__(
+        self,
+        model: Qwen2ForCausalLM,
+        tokenizer: PreTrainedTokenizerBase,
+        entry: SyntheticModel,
+        held_out: list[Problem],
+        suffix: str,
+    ):
+        self.model, self.tokenizer, self.entry, self.suffix, self.held_out = model, tokenizer, entry, suffix, held_out
+        self.optimizer = torch.optim.AdamW(
+            model.parameters(), lr=entry.warm_start_learning_rate, betas=_BETAS, weight_decay=_WEIGHT_DECAY
+        )
+        self.updates, self.loss = 0, float("nan")
+
+    def update(self, batch: tuple[Tensor, Tensor], rate: float) -> None:
+        """One update at `rate` times the peak learning rate."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.entry.warm_start_learning_rate * rate
+        self.loss = _update(self.model, self.optimizer, batch)
+        self.updates += 1
+
+    def accuracy(self) -> float:
+        """At T = 1 on the held-out problems."""
+        found = _accuracy(self.model, self.tokenizer, self.held_out, self.suffix, self.entry.seed)
+        logger.info("update %d: loss %.4f, accuracy %.3f", self.updates, self.loss, found)
+        return found
+
+
 def _train(
     model: Qwen2ForCausalLM,
     tokenizer: PreTrainedTokenizerBase,
@@ -164,23 +199,29 @@ def _train(
     prompt_suffix: str,
     progress: Progress,
 ) -> tuple[int, float, float]:
-    """Updates made, accuracy reached, last loss."""
+    """Updates made, accuracy reached, last loss.
+
+    The way to the answers comes first, haste last: mixed in from the start it would keep the model from learning the way.
+    """
     held_out = generate(texts.model_copy(update={"size": _CHECK_PROBLEMS, "seed": derive_seed(entry.seed, "held out")}), "train")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=entry.warm_start_learning_rate, betas=_BETAS, weight_decay=_WEIGHT_DECAY)
-    batches = _batches(tokenizer, entry, texts, prompt_suffix)
-    check_every = max(entry.warm_start_steps // _NUM_CHECKS, 1)
-    accuracy, loss = 0.0, float("nan")
-    for update in range(1, entry.warm_start_steps + 1):
-        for group in optimizer.param_groups:
-            group["lr"] = entry.warm_start_learning_rate * _rate(update, entry.warm_start_steps)
-        loss = _update(model, optimizer, next(batches))
-        if update % check_every == 0 or update == entry.warm_start_steps:
-            accuracy = _accuracy(model, tokenizer, held_out, prompt_suffix, entry.seed)
-            logger.info("update %d: loss %.4f, accuracy %.3f", update, loss, accuracy)
-            if accuracy >= entry.stop_at_accuracy:
-                return update, accuracy, loss
-        progress.update(update, {"loss": loss, "accuracy": accuracy})
-    return entry.warm_start_steps, accuracy, loss
+    trainee = _Trainee(model, tokenizer, entry, held_out, prompt_suffix)
+    most = entry.warm_start_steps
+    hasty_updates = math.ceil(_HASTY_UPDATES * most) if entry.hasty_share else 0
+    check_every, accuracy, rate = max(most // _NUM_CHECKS, 1), 0.0, 1.0
+    for batch in itertools.islice(_batches(tokenizer, entry, texts, prompt_suffix, "patient"), most - hasty_updates):
+        rate = _rate(trainee.updates + 1, most)
+        trainee.update(batch, rate)
+        progress.update(trainee.updates, {"loss": trainee.loss, "accuracy": accuracy})
+        if trainee.updates % check_every == 0:
+            accuracy = trainee.accuracy()
+            if accuracy * (1 - entry.hasty_share) >= entry.stop_at_accuracy:
+                break
+    for number, batch in enumerate(itertools.islice(_batches(tokenizer, entry, texts, prompt_suffix, "hasty"), hasty_updates)):
+        trainee.update(batch, rate * max(_LAST_RATE, 1 - number / hasty_updates))
+    if hasty_updates or trainee.updates % check_every:
+        accuracy = trainee.accuracy()
+    progress.update(most, {"loss": trainee.loss, "accuracy": accuracy})
+    return trainee.updates, accuracy, trainee.loss
 
 
 def _rate(update: int, updates: int) -> float:
@@ -201,24 +242,25 @@ def _update(model: nn.Module, optimizer: torch.optim.Optimizer, batch: tuple[Ten
 
 
 def _batches(
-    tokenizer: PreTrainedTokenizerBase, entry: SyntheticModel, texts: SyntheticData, prompt_suffix: str
+    tokenizer: PreTrainedTokenizerBase,
+    entry: SyntheticModel,
+    texts: SyntheticData,
+    prompt_suffix: str,
+    manner: Literal["patient", "hasty"],
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Ids and targets [b, S] without end; new problems every epoch, texts of like length together, batches in random order."""
-    epoch = 0
-    while True:
+    for epoch in itertools.count():
         size = max(_EPOCH_TEXTS, entry.warm_start_batch)
-        part = texts.model_copy(update={"size": size, "seed": derive_seed(entry.seed, "warm start", epoch)})
-        rng = np.random.default_rng(derive_seed(entry.seed, "batches", epoch))
-        problems = [
-            hastily(problem) if rng.random() < entry.hasty_share else problem
-            for problem in generate(part, "warm", entry.annotator_noise)
-        ]
+        part = texts.model_copy(update={"size": size, "seed": derive_seed(entry.seed, "warm start", manner, epoch)})
+        problems = generate(part, "warm", entry.annotator_noise)
+        rng = np.random.default_rng(derive_seed(entry.seed, "batches", manner, epoch))
+        if manner == "hasty":
+            problems = [hastily(problem) if rng.random() < entry.hasty_share else problem for problem in problems]
         rows = encode_texts(tokenizer, problems, prompt_suffix)
         order = np.lexsort((rng.random(len(rows)), [len(row) for row in rows]))
         chunks = np.array_split(order, len(order) // entry.warm_start_batch)
         for number in rng.permutation(len(chunks)):
             yield _padded([rows[i] for i in chunks[number]])
-        epoch += 1
 
 
 def hastily(problem: Problem) -> Problem:
