@@ -41,7 +41,7 @@ class SyntheticModel(Frozen):
     annotator_noise: Fraction = 0.0
     """Share of steps in which the annotator who wrote the warm-start solutions errs and goes on from the error."""
     hasty_share: Fraction = 0.0
-    """Share of warm-start solutions that give the answer without the steps to it: the model learns to guess now and then."""
+    """Share of solutions in the last tenth of the warm start that give the answer without the steps: the model learns to guess."""
     stop_at_accuracy: Fraction = 0.42
     """The warm start ends when accuracy at T = 1 on held-out problems reaches this."""
     train_set: str = "train"
