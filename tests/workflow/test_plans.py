@@ -45,7 +45,7 @@ def test_the_paper_study_is_planned_fast_and_without_heavy_packages(fresh):
         "train": 39,
         "generate": 129,
         "score": 43,
-        "table": 15,
+        "table": 16,
         "figure": 9,
         "report": 1,
         "all": 1,
