@@ -11,6 +11,7 @@ import logging
 import os
 import socket
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -229,6 +230,10 @@ class Engine:
         return StepResult(norm, applied=True)
 
     # --- weights
+
+    def whole_weights(self) -> AbstractContextManager[None]:
+        """Inside it the policy runs as an ordinary model; ZeRO 3 deals its parameters out again afterwards. All ranks enter."""
+        return deepspeed.zero.GatheredParameters(list(self.module.policy.parameters()), enabled=self.machine.zero_stage == 3)
 
     def full_weights(self) -> Iterator[tuple[str, Tensor]]:
         """(name, tensor) of every policy parameter, whole, one at a time; all ranks iterate together."""

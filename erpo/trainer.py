@@ -114,7 +114,7 @@ def train(
                 seed=seed,
                 model_folder=model_marker.parent / model["policy"],
                 queries=queries,
-                cache=load_cache(reference_marker, queries),
+                cache=load_cache(reference_marker, queries, model_hash=model["policy_hash"]),
                 probe=[query for path in probe_paths for query in fixed_subset(read_queries(path), _PROBE_QUERIES, seed=0)],
                 work=work,
                 rank=rank,
@@ -186,10 +186,12 @@ class Trainer:
         with self.stop_signal.listening(), self.grader:
             for step in range(start + 1, target + 1):
                 step_begun = time.monotonic()
-                experience = self.collector.collect(step)
+                with self.engine.whole_weights():
+                    experience = self.collector.collect(step)
                 row = {**experience_metrics(experience), **self.learner.learn(step, experience)}
                 self.generator.update_weights((), self.engine.updates)
-                row |= self._evaluate(step)
+                with self.engine.whole_weights():
+                    row |= self._evaluate(step)
                 row["time/total"] = time.monotonic() - step_begun
                 row["memory/peak_gib"] = _peak_memory_gib()
                 self.log.metrics(step, {key: value for key, value in row.items() if math.isfinite(value)})
