@@ -21,7 +21,7 @@ def test_quickstart_plans_its_whole_chain(fresh):
         "train": 15,
         "generate": 18,
         "score": 18,
-        "table": 4,
+        "table": 5,
         "figure": 4,
         "report": 1,
         "all": 1,
