@@ -43,7 +43,7 @@ def test_the_paper_study_is_planned_fast_and_without_heavy_packages(fresh):
         "check_overlap": 2,
         "cache_reference": 2,
         "train": 39,
-        "generate": 189,
+        "generate": 129,
         "score": 43,
         "table": 16,
         "figure": 9,
