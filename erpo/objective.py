@@ -295,7 +295,7 @@ def _penalty_share(
 
 
 def kl_term(logprobs: Tensor, batch: RolloutBatch, counts: GlobalCounts, run: RunConfig, kl_on: str | None = None) -> Tensor:
-    """Share of the KL penalty R (METHOD of the paper, without its coefficient).
+    """Share of the KL penalty R (without its coefficient; docs/method.md).
 
     response, all: aggregated like the policy term. query: by queries, each counted once however many rows carry it.
 

@@ -194,7 +194,7 @@ def rewards_of(experience: Experience, run: RunConfig) -> np.ndarray:
 
 
 def experience_metrics(experience: Experience) -> dict[str, float]:
-    """Means over the step's responses (METHOD, section 7)."""
+    """Means over the step's responses (docs/method.md)."""
     verdicts = [grade.verdict for group in experience.grades for grade in group]
     seconds, tokens = experience.seconds, int(experience.lengths.sum())
     return {

@@ -95,7 +95,7 @@ def kl_penalty(
     k3_clamp: float | None = K3_BOUND,
     gradient_of: Estimator | None = None,
 ) -> Tensor:
-    """Per-token penalty on d = ref_logprobs - logprobs (Schulman's estimators; METHOD of the paper: k3).
+    """Per-token penalty on d = ref_logprobs - logprobs (Schulman's estimators; docs/method.md: k3).
 
     k1 = -d, abs = |d|, k2 = d^2 / 2, k3 = exp(d) - d - 1. Float32 at least, finite with finite gradients for every input
     that is not nan.

@@ -1,4 +1,4 @@
-"""Query weights w(q) and their statistics (METHOD of the paper; docs/method.md lists the readings). Pure tensors."""
+"""Query weights w(q) and their statistics (docs/method.md lists the readings). Pure tensors."""
 
 from __future__ import annotations
 
