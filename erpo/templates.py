@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.utils import logging as transformers_logging
 
 log = logging.getLogger(__name__)
@@ -52,12 +52,19 @@ def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> PreTrainedT
     if not folder.is_dir():
         raise ValueError(f"no tokenizer at {folder}: the folder does not exist; prepare the model first (rule prepare_model)")
     try:
-        loader = PreTrainedTokenizerFast if _is_generic(folder) else AutoTokenizer
-        tokenizer = loader.from_pretrained(str(folder), trust_remote_code=trust_remote_code)
+        tokenizer = _loader(folder).from_pretrained(str(folder), trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(f"{folder} holds no tokenizer that transformers can load: {' '.join(str(error).split())}") from error
     template_name(tokenizer)
     return tokenizer
+
+
+def _loader(folder: Path) -> Any:
+    if _is_generic(folder):
+        return PreTrainedTokenizerFast
+    from transformers import AutoTokenizer  # imports torch and every model's mapping: seconds that most jobs need not spend
+
+    return AutoTokenizer
 
 
 def _is_generic(folder: Path) -> bool:
