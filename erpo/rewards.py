@@ -42,7 +42,8 @@ CANARIES = (
     (r"x^2-1", r"(x-1)(x+1)", True),
     (r"(3,4]", "[3,4]", False),
 )
-"""Gold, answer, and whether they are equal: graded before anything else is."""
+"""Gold, answer, and whether they are equal: literal ones are graded before anything else is (`check_canaries`), those that need
+a worker before the first answer that does: a job of plain numbers never pays for math-verify."""
 
 
 class Grader:
@@ -57,6 +58,7 @@ class Grader:
         self._pool = VerifierPool(workers)
         self._known: OrderedDict[Pair, Decision] = OrderedDict()
         self._is_entered = False
+        self._is_proven = False
 
     def __reduce__(self) -> tuple[type[Grader], tuple[int | None]]:
         """A copy in another process starts its own workers."""
@@ -80,7 +82,7 @@ class Grader:
 
         Raises:
             ValueError: lengths differ.
-            RuntimeError: worker processes cannot start.
+            RuntimeError: worker processes cannot start, or fail their canaries.
         """
         cut = [False] * len(responses) if truncated is None else truncated
         if not len(responses) == len(golds) == len(cut):
@@ -104,14 +106,27 @@ class Grader:
         decided = {pair: self._known[pair] for pair in pairs if pair in self._known}
         hard = []
         for pair in sorted(pairs - decided.keys()):
-            try:
-                decided[pair] = Decision(*compare(*pair))
-            except Undecided:
+            if (decision := _cheaply(pair)) is None:
                 hard.append(pair)
+            else:
+                decided[pair] = decision
         if hard:
             self._ask_workers(hard, decided)
         self._remember(decided)
         return decided
+
+    def _prove_workers(self) -> None:
+        """Let the workers decide the canaries, once, before their first verdict is used.
+
+        Raises:
+            RuntimeError: one comes out otherwise.
+        """
+        expected = {Pair(gold, answer): equal for gold, answer, equal in CANARIES if _cheaply(Pair(gold, answer)) is None}
+        decided: dict[Pair, Decision] = {}
+        self._pool.decide(list(expected), decided.__setitem__)
+        for pair, is_equal in expected.items():
+            _require(pair, decided[pair], is_equal)
+        self._is_proven = True
 
     def _ask_workers(self, hard: list[Pair], decided: dict[Pair, Decision]) -> None:
         with tqdm(total=len(hard), desc="grading", disable=None if len(hard) >= PROGRESS_FROM else True) as bar:
@@ -120,15 +135,27 @@ class Grader:
                 decided[pair] = decision
                 bar.update()
 
-            self._pool.decide(hard, done)
-        if not self._is_entered:
-            self._pool.close()
+            try:
+                if not self._is_proven:
+                    self._prove_workers()
+                self._pool.decide(hard, done)
+            finally:
+                if not self._is_entered:
+                    self._pool.close()
 
     def _remember(self, decided: dict[Pair, Decision]) -> None:
         """Keep decisions about answers; a failure of the grader is tried again next time."""
         self._known.update((pair, decision) for pair, decision in decided.items() if decision.equal is not None)
         while len(self._known) > CACHE_SIZE:
             self._known.popitem(last=False)
+
+
+def _cheaply(pair: Pair) -> Decision | None:
+    """The decision of the written rules alone; None where they leave it to a worker."""
+    try:
+        return Decision(*compare(*pair))
+    except Undecided:
+        return None
 
 
 def _grade(pair: Pair, decision: Decision) -> Grade:
@@ -163,17 +190,21 @@ def grade_one(response: str, gold: str, truncated: bool = False) -> Grade:
 
 
 def check_canaries(grader: Grader) -> None:
-    """Grade known right and known wrong answers.
+    """Grade the known right and known wrong answers that need no worker; `Grader` sees to the others when it starts one.
 
     Raises:
         RuntimeError: a canary comes out otherwise, so no verdict of this installation can be trusted.
     """
-    responses = [f"<think>t</think>\\boxed{{{answer}}}" for _, answer, _ in CANARIES]
-    grades = grader.grade(responses, [gold for gold, _, _ in CANARIES])
-    for (gold, answer, is_equal), grade in zip(CANARIES, grades, strict=True):
-        expected = Verdict.CORRECT if is_equal else Verdict.WRONG
-        if grade.verdict is not expected:
-            raise RuntimeError(
-                f"the grader says {grade.verdict} ({grade.reason}) of {answer!r} against {gold!r}, which must be {expected}: "
-                "check the versions of math-verify, latex2sympy2_extended and antlr4 before trusting any grade"
-            )
+    literal = [row for row in CANARIES if _cheaply(Pair(*row[:2])) is not None]
+    grades = grader.grade([f"<think>t</think>\\boxed{{{answer}}}" for _, answer, _ in literal], [gold for gold, _, _ in literal])
+    for (gold, answer, is_equal), grade in zip(literal, grades, strict=True):
+        _require(Pair(gold, answer), Decision(grade.is_correct if grade.verdict.is_scored else None, grade.reason), is_equal)
+
+
+def _require(pair: Pair, decision: Decision, is_equal: bool) -> None:
+    if decision.equal is not is_equal:
+        says = {True: "right", False: "wrong", None: "undecidable"}
+        raise RuntimeError(
+            f"the grader calls {pair.answer!r} against {pair.gold!r} {says[decision.equal]} ({decision.reason}), which must be "
+            f"{says[is_equal]}: check the versions of math-verify, latex2sympy2_extended and antlr4 before trusting any grade"
+        )

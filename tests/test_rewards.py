@@ -250,8 +250,23 @@ def test_literal_answers_start_no_process(monkeypatch):
     monkeypatch.setattr(subprocess, "Popen", None)
     answers = ["7", r"\frac{1}{2}", "0.5", r"12\%", "(1,2)", r"\text{east}", "x=5", "1,2"]
     golds = ["7", "0.5", "0.25", "0.12", "(1,2)", r"\text{west}", "5", "2,1"]
-    grades = Grader().grade([box(answer) for answer in answers], golds)
+    grader = Grader()
+    check_canaries(grader)
+    grades = grader.grade([box(answer) for answer in answers], golds)
     assert [grade.is_correct for grade in grades] == [True, True, False, True, True, False, True, True]
+
+
+def test_few_hard_answers_start_one_process_and_an_endless_one_gets_company(monkeypatch):
+    before = verifiers()
+    monkeypatch.setattr(verifier_pool, "PATIENCE_SECONDS", 60.0)  # however busy the machine is
+    with Grader(workers=2) as grader:
+        grader.grade([box(rf"\sqrt{{{4 * n}}}") for n in (2, 3, 5)], [rf"2\sqrt{{{n}}}" for n in (2, 3, 5)])
+        assert len(verifiers(before)) == 1
+        monkeypatch.undo()
+        answers = [PATHOLOGICAL[-1], r"2-\sqrt{3}", r"\sqrt{2}-1"]  # the endless one comes first in the order of the queue
+        grades = grader.grade([box(a) for a in answers], ["7", r"\tan(\frac{\pi}{12})", r"\tan(\frac{\pi}{8})"])
+        assert len(verifiers(before)) == 2
+    assert [grade.is_correct for grade in grades] == [False, True, True]
 
 
 def test_unequal_lengths_are_refused():
@@ -342,8 +357,9 @@ def test_a_killed_worker_is_replaced_and_its_pair_tried_again():
 
 
 def test_a_stalled_worker_is_a_grader_error_not_a_wrong_answer(monkeypatch):
-    monkeypatch.setattr(verifier_pool, "WALL_SECONDS", 0.0)  # no pair can be decided in time
     with Grader(workers=1) as grader:
+        assert grader.grade([box(r"\sqrt{8}")], [r"2\sqrt{2}"])[0].is_correct
+        monkeypatch.setattr(verifier_pool, "WALL_SECONDS", 0.0)  # no pair can be decided in time
         grade = grader.grade([box(r"\sqrt{12}")], [r"2\sqrt{3}"])[0]
         assert grade.verdict is Verdict.GRADER_ERROR
         monkeypatch.undo()
@@ -378,8 +394,25 @@ def test_workers_end_with_a_killed_parent():
 def test_canaries_pass_and_a_broken_grader_is_caught(grader, monkeypatch):
     check_canaries(grader)
     monkeypatch.setattr(rewards, "CANARIES", (("42", "43", True),))
-    with pytest.raises(RuntimeError, match="must be correct"):
+    with pytest.raises(RuntimeError, match="which must be right"):
         check_canaries(grader)
+
+
+@pytest.mark.parametrize("entered", [True, False])
+def test_no_verdict_of_a_worker_is_used_before_its_canaries_pass(monkeypatch, entered):
+    before = verifiers()
+    monkeypatch.setattr(rewards, "CANARIES", (("42", "42", True), (r"2\sqrt{3}", r"\sqrt{13}", True)))
+    grader = Grader(workers=1)
+    check_canaries(grader)  # the literal one
+    assert grader.grade([box("7")], ["7"])[0].is_correct
+    if entered:
+        grader.__enter__()
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"wrong \(not equivalent\), which must be right: check the versions"):
+            grader.grade([box(r"\sqrt{20}")], [r"2\sqrt{5}"])
+    if entered:
+        grader.__exit__(None, None, None)
+    assert verifiers(before) == []
 
 
 # --- the real benchmarks -----------------------------------------------------------------------------------------------------

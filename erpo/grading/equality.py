@@ -323,9 +323,13 @@ def _compare_numbers(gold: Reading, answer: Reading, leaf: Leaf) -> Equality | N
 _UNKNOWN = re.compile(r"(?<![a-zA-Z\\])[a-zA-Z](?![a-zA-Z])|\\(?:alpha|beta|gamma|theta|lambda|mu|omega|phi)(?![a-zA-Z])")
 
 
+_BINDER = re.compile(r"\\(?:sum|prod|i{1,3}nt|lim)(?![a-zA-Z])")
+"""What binds a letter, so that it is no unknown."""
+
+
 def _plain(reading: Reading) -> str:
     """An expression without the letters that are no unknowns; empty for anything else."""
-    if reading.kind != "expression":
+    if reading.kind != "expression" or _BINDER.search(reading.latex):
         return ""
     return re.sub(r"\\text\{[^{}]*\}|\\begin\{\w+\}|\\end\{\w+\}|(?<![a-zA-Z\\])[eEiI](?![a-zA-Z])", " ", reading.latex)
 

@@ -30,6 +30,10 @@ WALL_SECONDS = 60.0
 """Wall-clock limit for one pair, whatever the CPU did; after it the worker is killed."""
 START_SECONDS = 120.0
 """Wall-clock limit for the start of a worker (about 1.5 s on an idle machine)."""
+PAIRS_A_START = 64
+"""A further worker is started for this many waiting pairs: its start costs as much as deciding them."""
+PATIENCE_SECONDS = 2.0
+"""... or when a pair takes longer than this, so that an endless one holds up nothing else."""
 ATTEMPTS = 2
 """A pair whose worker died for no reason of its own is tried this often, then it is a grader error."""
 
@@ -66,13 +70,14 @@ class _Worker:
         self.stdin, self.stdout = self.process.stdin, self.process.stdout
         self.is_ready = False
         self.pair: Pair | None = None
-        self._cpu_at_start = 0.0
+        self._cpu_at_start = self._sent = 0.0
         self.deadline = time.monotonic() + START_SECONDS
         self._received = b""
 
     def send(self, pair: Pair) -> None:
         """Start work on a pair; a pipe that is already broken shows at the next read."""
-        self.pair, self.deadline = pair, time.monotonic() + WALL_SECONDS
+        self.pair, self._sent = pair, time.monotonic()
+        self.deadline = self._sent + WALL_SECONDS
         self._cpu_at_start = self._cpu()
         try:
             self.stdin.write(json.dumps([*pair, CPU_SECONDS]).encode() + b"\n")
@@ -98,6 +103,10 @@ class _Worker:
         except psutil.NoSuchProcess:
             return 0.0
         return times.user + times.system
+
+    def is_held_up(self) -> bool:
+        """Whether the pair takes longer than ordinary ones do."""
+        return self.pair is not None and time.monotonic() - self._sent > PATIENCE_SECONDS
 
     def has_used_its_time(self) -> bool:
         """Whether the pair had all its CPU time, so that waiting longer on a busy machine changes nothing."""
@@ -184,16 +193,22 @@ class _Shift:
         for index, worker in enumerate(self.workers):
             if self.queue and worker.is_ready and worker.pair is None:
                 worker.send(self.queue.pop() if index % 2 else self.queue.popleft())
-        starting = sum(not worker.is_ready for worker in self.workers)
-        while len(self.workers) < self.size and starting < len(self.queue):
+        while self.queue and len(self.workers) < self._wanted():
             worker = _Worker()
             self.workers.append(worker)
             self.selector.register(worker.stdout, selectors.EVENT_READ, worker)
-            starting += 1
+
+    def _wanted(self) -> int:
+        """Workers for the pairs that wait, one besides for every pair that holds its worker up."""
+        held_up = sum(worker.is_held_up() for worker in self.workers)
+        return min(self.size, held_up + -(-len(self.queue) // PAIRS_A_START))
 
     def _wait(self) -> None:
         active = [worker for worker in self.workers if worker.pair or not worker.is_ready]
-        timeout = max(0.0, min((worker.deadline for worker in active), default=0.0) - time.monotonic())
+        until = min((worker.deadline for worker in active), default=0.0)
+        if self.queue and len(self.workers) < self.size:
+            until = min(until, time.monotonic() + PATIENCE_SECONDS)
+        timeout = max(0.0, until - time.monotonic())
         for key, _ in self.selector.select(timeout):
             self._hear(key.data)
         for worker in [w for w in active if w in self.workers and time.monotonic() > w.deadline]:
