@@ -7,7 +7,7 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -252,7 +252,21 @@ def _machine(args: argparse.Namespace) -> Any:
     from erpo.config import Machine
 
     given = {key: getattr(args, key) for key in Machine.model_fields if getattr(args, key) is not None}
-    return Machine(**given)
+    return Machine(**{**_machine_of_environment(Machine.model_fields), **given})
+
+
+def _machine_of_environment(known: Iterable[str]) -> dict[str, Any]:
+    """Settings of ERPO_MACHINE ("trackers=tensorboard collapse_watch=stop"), for jobs whose command a workflow writes."""
+    found = {}
+    for part in os.environ.get("ERPO_MACHINE", "").split():
+        key, sign, value = part.partition("=")
+        if not sign or key not in known:
+            raise ValueError(f"ERPO_MACHINE: {part!r} is not KEY=VALUE with one of {', '.join(known)}")
+        try:
+            found[key] = _MACHINE_OPTIONS[key](value)
+        except (ValueError, argparse.ArgumentTypeError) as error:
+            raise ValueError(f"ERPO_MACHINE: {part!r}: {error}") from error
+    return found
 
 
 def _machine_options(parser: argparse.ArgumentParser) -> None:
@@ -265,6 +279,10 @@ def _flag(text: str) -> bool:
     if text.lower() not in ("true", "false"):
         raise argparse.ArgumentTypeError(f"expected true or false, found {text!r}")
     return text.lower() == "true"
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(filter(None, text.split(",")))
 
 
 _MACHINE_OPTIONS: dict[str, Callable[[str], Any]] = {
@@ -280,10 +298,19 @@ _MACHINE_OPTIONS: dict[str, Callable[[str], Any]] = {
     "save_every": int,
     "keep_states": int,
     "keep_milestone_states": _flag,
+    "keep_best_state": _flag,
+    "time_limit_minutes": float,
     "samples_every": int,
     "max_logprob_gap": float,
     "max_grader_error_share": float,
     "max_skipped_updates": int,
+    "collapse_watch": str,
+    "collapse_window": int,
+    "min_entropy_share": float,
+    "min_reward_share": float,
+    "max_length_factor": float,
+    "max_query_kl": float,
+    "trackers": _names,
     "deterministic": _flag,
     "grading_workers": int,
 }

@@ -112,21 +112,34 @@ def begin_state(root: Path, step: int) -> Path:
     return folder
 
 
-def commit_state(folder: Path, root: Path, step: int, info: dict[str, Any]) -> Path:
-    """Make what all ranks wrote into `begin_state`'s folder the state of `step`; `info` holds small JSON facts."""
+def file_facts(path: Path) -> dict[str, Any]:
+    """What a manifest says of a file, once it is on the disk and readable by the group: size and checksum."""
+    with path.open("rb+") as handle:
+        os.fsync(handle.fileno())
+    path.chmod(0o644)  # safetensors are written private, which breaks shared file systems
+    return {"bytes": path.stat().st_size, "sha256": file_hash(path)}
+
+
+def commit_state(folder: Path, root: Path, step: int, info: dict[str, Any], files: dict[str, Any] | None = None) -> Path:
+    """Make what all ranks wrote into `begin_state`'s folder the state of `step`; `info` holds small JSON facts.
+
+    Args:
+        folder: the temporary folder.
+        root: folder of the states.
+        step: step of the state.
+        info: small JSON facts.
+        files: name -> `file_facts`, where the ranks have each looked at their own; None: of all files there.
+    """
     target = root / f"step{step}"
-    commit_folder(folder, target, {**info, "step": step})
+    commit_folder(folder, target, {**info, "step": step}, files)
     return target
 
 
-def commit_folder(temporary: Path, target: Path, info: dict[str, Any]) -> None:
+def commit_folder(temporary: Path, target: Path, info: dict[str, Any], files: dict[str, Any] | None = None) -> None:
     """Sync every file, write the manifest last, rename into place: `target` is complete or as it was."""
-    files = {}
-    for path in sorted(p for p in temporary.rglob("*") if p.is_file()):
-        with path.open("rb+") as handle:
-            os.fsync(handle.fileno())
-        path.chmod(0o644)
-        files[str(path.relative_to(temporary))] = {"bytes": path.stat().st_size, "sha256": file_hash(path)}
+    if files is None:
+        found = sorted(path for path in temporary.rglob("*") if path.is_file())
+        files = {str(path.relative_to(temporary)): file_facts(path) for path in found}
     write_json(temporary / MANIFEST, {"files": files, "info": info})
     if target.exists():
         shutil.rmtree(target)
@@ -134,8 +147,8 @@ def commit_folder(temporary: Path, target: Path, info: dict[str, Any]) -> None:
     sync_folder(target.parent)
 
 
-def why_invalid(folder: Path) -> str | None:
-    """None for a complete, unaltered folder; else what is wrong with it."""
+def why_invalid(folder: Path, only: str | None = None) -> str | None:
+    """None for a complete, unaltered folder; else what is wrong with it. `only` looks at that file alone."""
     if not (folder / MANIFEST).is_file():
         return "no manifest (an interrupted save)"
     try:
@@ -144,6 +157,8 @@ def why_invalid(folder: Path) -> str | None:
     except (ValueError, KeyError, TypeError):
         return "the manifest is damaged"
     for name, facts in files.items():
+        if only is not None and name != only:
+            continue
         path = folder / name
         if not path.is_file():
             return f"{name} is missing"
@@ -172,12 +187,27 @@ def newest_state(root: Path, at_most: int | None = None) -> tuple[int, Path] | N
     return None
 
 
-def prune_states(root: Path, keep: int, always: Iterable[int] = ()) -> None:
-    """Delete all but the newest `keep` states and those of the steps in `always`. Call after the newest one verified."""
-    kept = set(always) | set(saved_steps(root)[-keep:])
-    for step in saved_steps(root):
+def prune_states(root: Path, newest: int, keep: int, always: Iterable[int] = ()) -> None:
+    """Delete all but `keep` states up to `newest`, which has just verified, and those of the steps in `always`.
+
+    Later states stay: they are those of a run that went further, or damaged ones that will be written again.
+    """
+    steps = [step for step in saved_steps(root) if step <= newest]
+    kept = set(always) | set(steps[-keep:])
+    for step in steps:
         if step not in kept:
             shutil.rmtree(root / f"step{step}", ignore_errors=True)
+
+
+def best_state(root: Path) -> int | None:
+    """Step of the state whose `reward` is highest (the mean training reward of the steps since the state before it)."""
+    rewards = {}
+    for step in saved_steps(root):
+        if (root / f"step{step}" / MANIFEST).is_file():
+            reward = read_json(root / f"step{step}" / MANIFEST)["info"].get("reward")
+            if reward is not None:
+                rewards[step] = reward
+    return max(rewards, key=lambda step: (rewards[step], step)) if rewards else None
 
 
 def check_space(folder: Path, needed_bytes: int, what: str) -> None:

@@ -1,20 +1,22 @@
 """DeepSpeed behind a few verbs: forward, backward, step, weights, save, load, export.
 
-What is hidden here, once: process groups for one process, torchrun or Slurm; ZeRO stages 0 to 3; exact accumulation over any number
-of micro-batches (losses arrive as shares of the global loss and are summed, never averaged); float32 training states that do not
-depend on the stage or the number of ranks, as safetensors.
+What is hidden here, once: ZeRO stages 0 to 3; exact accumulation over any number of micro-batches (losses arrive as shares of the
+global loss and are summed, never averaged); float32 training states that do not depend on the stage or the number of ranks, as
+safetensors. The names of `erpo.processes` are passed on.
 """
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
-import socket
+import re
+import sys
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 os.environ.setdefault("DS_ACCELERATOR", "cuda" if os.path.exists("/dev/nvidiactl") else "cpu")
@@ -23,76 +25,28 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.utils.mixed_precision_linkage import lazy_init_hp_params_optimizer_state
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from erpo.config import Machine, RunConfig
 from erpo.objective import RolloutBatch, token_logprobs
+from erpo.processes import agree, barrier, gather_objects, join_processes, together
+
+__all__ = ["Engine", "PolicyModule", "StepResult", "agree", "barrier", "gather_objects", "join_processes", "together"]
 
 logger = logging.getLogger(__name__)
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
+# DeepSpeed asks at every start whether the optimizer is this one; importing it sets up torch's compiler, which takes seconds.
+_muon = ModuleType("deepspeed.runtime.zero.muon.muon_optimizer")
+_muon.MuonWithAuxAdam = type("MuonWithAuxAdam", (torch.optim.Optimizer,), {})  # pyright: ignore
+sys.modules.setdefault(_muon.__name__, _muon)
 
-# --- processes ---------------------------------------------------------------------------------------------------------
-
-
-def join_processes(timeout_minutes: int = 30) -> tuple[int, int]:
-    """Form the process group from torchrun's or Slurm's variables, or of this process alone. Returns (rank, world size)."""
-    if dist.is_initialized():
-        return dist.get_rank(), dist.get_world_size()
-    os.environ.update(_process_variables())
-    if not torch.cuda.is_available():
-        # DeepSpeed would otherwise compile a C++ extension that only inference uses.
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    else:
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    backend = "nccl" if torch.cuda.is_available() else "gloo"
-    deepspeed.init_distributed(backend, timeout=timedelta(minutes=timeout_minutes), verbose=False)
-    return dist.get_rank(), dist.get_world_size()
-
-
-def _process_variables() -> dict[str, str]:
-    env = os.environ
-    if "WORLD_SIZE" in env and "RANK" in env:
-        return {"LOCAL_SIZE": env.get("LOCAL_WORLD_SIZE", env["WORLD_SIZE"]), "LOCAL_RANK": env.get("LOCAL_RANK", "0")}
-    if "SLURM_STEP_ID" in env and int(env.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
-        tasks = env["SLURM_STEP_NUM_TASKS"]
-        port = 20000 + int(env.get("SLURM_JOB_ID", "0")) % 20000  # two jobs on one node get two ports
-        return {
-            "RANK": env["SLURM_PROCID"],
-            "WORLD_SIZE": tasks,
-            "LOCAL_RANK": env["SLURM_LOCALID"],
-            "LOCAL_SIZE": str(int(tasks) // int(env.get("SLURM_STEP_NUM_NODES", "1"))),
-            "MASTER_ADDR": env.get("MASTER_ADDR") or env["SLURM_LAUNCH_NODE_IPADDR"],
-            "MASTER_PORT": env.get("MASTER_PORT") or str(port),
-        }
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_SIZE": "1"}
-    return {**alone, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-
-
-def gather_objects(value: Any) -> list[Any]:
-    """Values of all ranks, in rank order, on every rank."""
-    if dist.get_world_size() == 1:
-        return [value]
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, value)
-    return found
-
-
-def agree(flag: bool) -> bool:
-    """Whether any rank says yes."""
-    return any(gather_objects(bool(flag)))
-
-
-def barrier() -> None:
-    """Wait for all ranks."""
-    if dist.get_world_size() > 1:
-        dist.barrier()
+if not torch.cuda.is_available():
+    # DeepSpeed would otherwise compile a C++ extension that only inference uses.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
 # --- the trained module ------------------------------------------------------------------------------------------------
@@ -129,6 +83,16 @@ class PolicyModule(nn.Module):
         if self.value_head is not None:
             values = self.value_head(output.hidden_states[-1][:, :-1].detach()).squeeze(-1).float()
         return logprobs, entropy, values
+
+
+@contextmanager
+def _tensor_errors(path: Path) -> Iterator[None]:
+    """What safetensors says of a full disk, as the OSError it is."""
+    try:
+        yield
+    except SafetensorError as error:
+        number = re.search(r"os error (\d+)", str(error))
+        raise OSError(int(number[1]) if number else errno.EIO, str(error), str(path)) from error
 
 
 @dataclass(frozen=True)
@@ -189,6 +153,11 @@ class Engine:
             config["data_types"] = {"grad_accum_dtype": "fp32"}
         return config
 
+    @property
+    def num_parameters(self) -> int:
+        """Parameters of policy and value head, over all ranks."""
+        return sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in self.module.parameters())
+
     # --- one update
 
     def forward(self, batch: RolloutBatch, temperature: float) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -231,9 +200,25 @@ class Engine:
 
     # --- weights
 
-    def whole_weights(self) -> AbstractContextManager[None]:
-        """Inside it the policy runs as an ordinary model; ZeRO 3 deals its parameters out again afterwards. All ranks enter."""
-        return deepspeed.zero.GatheredParameters(list(self.module.policy.parameters()), enabled=self.machine.zero_stage == 3)
+    @contextmanager
+    def whole_weights(self) -> Iterator[None]:
+        """Inside it the policy runs as an ordinary model, on each rank as often as it likes; all ranks enter and leave.
+
+        Under ZeRO 3 its parameters are gathered before and dealt out again afterwards. DeepSpeed's hooks would deal them out
+        after every layer, in step with the other ranks, which sample for other numbers of tokens: they are off inside.
+        """
+        if self.machine.zero_stage < 3:
+            yield
+            return
+        offload = self._deepspeed.optimizer.parameter_offload
+        with deepspeed.zero.GatheredParameters(list(self.module.policy.parameters())):
+            places = [(handle.hooks_dict_ref(), handle.id) for handle in (*offload.forward_hooks, *offload.backward_hooks)]
+            hooks = [(place, key, place.pop(key)) for place, key in places]
+            try:
+                yield
+            finally:
+                for place, key, hook in hooks:
+                    place[key] = hook
 
     def full_weights(self) -> Iterator[tuple[str, Tensor]]:
         """(name, tensor) of every policy parameter, whole, one at a time; all ranks iterate together."""
@@ -245,16 +230,22 @@ class Engine:
         """Write the policy as an ordinary Hugging Face folder, in the run's dtype. All ranks call it; rank 0 writes."""
         state = {name: tensor.detach().cpu().clone() for name, tensor in self.full_weights()}
         if dist.get_rank() == 0:
-            self.module.policy.save_pretrained(folder, state_dict=state, safe_serialization=True)  # pyright: ignore
+            with _tensor_errors(folder):
+                self.module.policy.save_pretrained(folder, state_dict=state, safe_serialization=True)  # pyright: ignore
             tokenizer.save_pretrained(folder)
-            for path in folder.iterdir():
-                path.chmod(0o644)  # safetensors are written private, which breaks shared file systems
-        barrier()
 
     # --- states
 
-    def save(self, folder: Path) -> None:
-        """Write parameters and moments as float32 safetensors, dealt out over the ranks; any stage and rank count reads them."""
+    def save(self, folder: Path) -> Path:
+        """Write parameters and moments as float32 safetensors, dealt out over the ranks; any stage and rank count reads them.
+
+        Returns:
+            This rank's file.
+
+        Raises:
+            FloatingPointError: weights or moments are not finite; nothing is written.
+            OSError: the file cannot be written.
+        """
         rank, world = dist.get_rank(), dist.get_world_size()
         self._link_optimizer_state()
         mine: dict[str, Tensor] = {}
@@ -262,13 +253,24 @@ class Engine:
             whole = {"param": self._full(parameter), **{key: self._full(parameter, key) for key in _MOMENTS}}
             if index % world == rank:
                 mine |= {f"{key}/{name}": tensor.detach().float().cpu().contiguous() for key, tensor in whole.items()}
-        save_file(mine, folder / f"tensors-{rank}.safetensors", metadata={"optimizer_step": str(self._optimizer_step())})
-        barrier()
+        broken = [name for name, tensor in mine.items() if not torch.isfinite(tensor).all()]
+        if broken:
+            raise FloatingPointError(f"{broken[0]} and {len(broken) - 1} more tensors of the state are not finite")
+        path = folder / f"tensors-{rank}.safetensors"
+        with _tensor_errors(path):
+            save_file(mine, path, metadata={"optimizer_step": str(self._optimizer_step())})
+        return path
 
     def load(self, folder: Path) -> None:
-        """Read a state written by `save` on any number of ranks and with any ZeRO stage."""
-        self._create_optimizer_state()
+        """Read a state written by `save` on any number of ranks and with any ZeRO stage.
+
+        Raises:
+            ValueError: no state there, or one of another model.
+        """
         files = [safe_open(str(path), framework="pt") for path in sorted(folder.glob("tensors-*.safetensors"))]
+        if not files:
+            raise ValueError(f"there is no training state in {folder}: nothing to resume from")
+        self._create_optimizer_state()
         home = {key: handle for handle in files for key in handle.keys()}  # noqa: SIM118 - not a dict
         for name, parameter in self.module.named_parameters():
             missing = [key for key in ("param", *_MOMENTS) if f"{key}/{name}" not in home]

@@ -14,7 +14,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from erpo.checkpoint import read_json, write_json
+import psutil
+
+from erpo.checkpoint import disk_error, read_json, write_json
 
 logger = logging.getLogger(__name__)
 
@@ -52,21 +54,40 @@ class StopSignal:
         self.received = signal.Signals(number).name
 
 
+def end_of_job(limit_minutes: float | None = None) -> float | None:
+    """When this job must be gone, in epoch seconds: ERPO_END_TIME or Slurm's end time, and so many minutes after our start."""
+    given = os.environ.get("ERPO_END_TIME") or os.environ.get("SLURM_JOB_END_TIME")
+    ends = [float(given)] if given else []
+    if limit_minutes is not None:
+        ends.append(psutil.Process().create_time() + 60 * limit_minutes)
+    return min(ends, default=None)
+
+
 class Walltime:
-    """Whether one more step and a save still fit before the job's end (Slurm's, or ERPO_END_TIME in epoch seconds)."""
+    """Whether one more step and a save still fit before the job's end.
 
-    def __init__(self, margin_seconds: float = 30.0) -> None:
-        end = os.environ.get("ERPO_END_TIME") or os.environ.get("SLURM_JOB_END_TIME")
-        self.end = float(end) if end else None
-        self.margin = margin_seconds
-        self.longest_step = 0.0
-        self.longest_save = 0.0
+    Args:
+        end: epoch seconds; None: no end.
+        first_save: seconds that a save is thought to take until one was made.
+        margin: seconds for leaving.
+    """
 
-    def is_short(self) -> bool:
-        """True when stopping now is wise."""
-        if self.end is None:
-            return False
-        return time.time() + self.longest_step + self.longest_save + self.margin > self.end
+    def __init__(self, end: float | None, first_save: float = 0.0, margin: float = 30.0) -> None:
+        self.end, self.margin = end, margin
+        self.longest_step, self.longest_save, self._is_guess = 0.0, first_save, True
+
+    def saw_step(self, seconds: float) -> None:
+        """A step took so long."""
+        self.longest_step = max(self.longest_step, seconds)
+
+    def saw_save(self, seconds: float) -> None:
+        """A save took so long."""
+        self.longest_save = seconds if self._is_guess else max(self.longest_save, seconds)
+        self._is_guess = False
+
+    def is_short(self, now: float) -> bool:
+        """True when at `now` (epoch seconds) another step and its save would end too late."""
+        return self.end is not None and now + self.longest_step + self.longest_save + self.margin > self.end
 
 
 class RunLog:
@@ -104,10 +125,27 @@ class RunLog:
         for row in rows:
             self._append("samples.jsonl", row)
 
+    def past(self, up_to: int) -> list[tuple[int, dict[str, float]]]:
+        """(step, metrics) of the steps up to `up_to`, the latest attempt of each, in order."""
+        path, found = self.work / "metrics.jsonl", {}
+        for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
+            try:
+                row = json.loads(line)
+            except ValueError:  # cut by a kill
+                continue
+            if row["step"] <= up_to:
+                found[row["step"]] = row
+        return sorted(found.items())
+
     def _append(self, name: str, row: dict[str, Any]) -> None:
-        if self.enabled:
-            with (self.work / name).open("a", encoding="utf-8") as handle:
+        if not self.enabled:
+            return
+        path = self.work / name
+        try:
+            with path.open("a", encoding="utf-8") as handle:
                 handle.write(json.dumps(row) + "\n")
+        except OSError as error:
+            raise disk_error(error, path) from error
 
 
 class Progress:
@@ -118,8 +156,10 @@ class Progress:
         self.begun = time.monotonic()
         self._printed = 0.0
 
-    def update(self, done: int, facts: dict[str, float] | None = None, last_save: int | None = None) -> None:
-        """Report that `done` of the total are done."""
+    def update(
+        self, done: int, facts: dict[str, float] | None = None, last_save: int | None = None, warning: str | None = None
+    ) -> None:
+        """Report that `done` of the total are done, with the last save and the last thing that looked wrong."""
         now = time.monotonic()
         rate = (done - self.start) / max(now - self.begun, 1e-9)
         eta = (self.total - done) / rate if rate > 0 else float("inf")
@@ -133,6 +173,7 @@ class Progress:
                     "steps_per_second": rate,
                     "eta_seconds": None if eta == float("inf") else eta,
                     "last_save": last_save,
+                    "warning": warning,
                     "time": time.time(),
                 },
             )
@@ -163,12 +204,17 @@ def describe_status(results: Path) -> list[str]:
     """One line per training run under `results`: step, rate, ETA, last save, and how old the news is."""
     lines = []
     for path in sorted(results.glob("**/work/progress.json")):
-        facts = read_json(path)
+        try:
+            facts = read_json(path)
+        except ValueError:
+            lines.append(f"{path}: not readable; the next step of the run writes it anew")
+            continue
         age = time.time() - facts["time"]
         eta = "done" if facts["step"] >= facts["total"] else f"ETA {_clock(facts['eta_seconds'] or float('inf'))}"
         saved = facts["last_save"] if facts["last_save"] is not None else "none"
+        warning = f"; warning: {facts['warning']}" if facts.get("warning") else ""
         lines.append(
             f"{facts['title']}: step {facts['step']}/{facts['total']}, {facts['steps_per_second']:.2f} steps/s, {eta}, "
-            f"last save {saved}, {_clock(age)} ago"
+            f"last save {saved}, {_clock(age)} ago{warning}"
         )
     return lines or [f"no training run under {results}"]

@@ -9,7 +9,7 @@ import platform
 import resource
 import time
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -18,33 +18,21 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from erpo.checkpoint import (
-    begin_state,
-    check_space,
-    claim_work,
-    code_commit,
-    commit_folder,
-    commit_state,
-    newest_state,
-    only_one,
-    policy_hash,
-    prune_states,
-    read_json,
-    retry_free,
-    why_invalid,
-    write_json,
-)
+from erpo.checkpoint import claim_work, code_commit, only_one, read_json, why_invalid, write_json
 from erpo.config import Machine, RunConfig, digest
-from erpo.engine import Engine, PolicyModule, agree, barrier, gather_objects, join_processes
+from erpo.engine import Engine, PolicyModule, agree, barrier, gather_objects, join_processes, together
 from erpo.generation import PolicySampler, Sampling
+from erpo.health import NO_SIGNAL, UnhealthyRunError, Watch, lack_of_signal
 from erpo.learning import Learner
 from erpo.probe import evaluate_policy, fixed_subset
-from erpo.progress import Progress, Resubmit, RunLog, StopSignal, Walltime
+from erpo.progress import Progress, Resubmit, RunLog, StopSignal, Walltime, end_of_job
 from erpo.records import Query, derive_seed, read_queries
 from erpo.reference import ReferenceCache, load_cache, static_weights, verify_cache
 from erpo.rewards import Grader, check_canaries
 from erpo.rollouts import Collector, Experience, experience_metrics
+from erpo.states import States
 from erpo.templates import decode, load_tokenizer, stop_ids
+from erpo.trackers import Trackers
 
 logger = logging.getLogger(__name__)
 
@@ -55,8 +43,8 @@ _SAMPLE_ROWS = 8
 """Responses kept in the sample table each time."""
 
 
-class UnhealthyRunError(RuntimeError):
-    """The run cannot go on; the message names step and metric. The last healthy state stands."""
+_DISK_BYTES_PER_SECOND = 2**29
+"""Speed of the disk that the time limit reckons with before the first save."""
 
 
 def train(
@@ -100,29 +88,28 @@ def train(
     rank, _ = join_processes()
     model = read_json(model_marker)
     full_spec = {**spec, "seed": seed, "model_hash": model["policy_hash"]}
-    with only_one(work) if rank == 0 else nullcontext():
-        if rank == 0:
-            claim_work(work, full_spec, supersede)
-        barrier()
-        policy_folder = work / "policies" / f"step{step}"
+    policy_folder = work / "policies" / f"step{step}"
+    with only_one(work) if rank == 0 else nullcontext(), StopSignal().listening() as stop_signal:
+        together(lambda: claim_work(work, full_spec, supersede), only_rank=0)
         if agree(why_invalid(policy_folder) is not None):
             queries = read_queries(queries_path)
-            trainer = Trainer(
+            Trainer(
                 run=run,
                 machine=machine,
                 title=f"train {name} seed {seed}",
                 seed=seed,
-                model_folder=model_marker.parent / model["policy"],
+                spec=full_spec,
+                model=model_marker,
                 queries=queries,
                 cache=load_cache(reference_marker, queries, model_hash=model["policy_hash"]),
                 probe=[query for path in probe_paths for query in fixed_subset(read_queries(path), _PROBE_QUERIES, seed=0)],
                 work=work,
-                rank=rank,
-            )
-            trainer.run_to(step)
+                stop_signal=stop_signal,
+            ).run_to(step)
     if rank == 0:
         facts = {"run": name, "seed": seed, "step": step, "spec": full_spec, "spec_hash": digest(full_spec)}
-        write_json(marker, {**facts, **_result(work, policy_folder, marker)})
+        trust = {"trust_remote_code": model.get("trust_remote_code", False)}
+        write_json(marker, {**facts, **trust, **_result(work, policy_folder, marker)})
     barrier()
 
 
@@ -142,20 +129,23 @@ class Trainer:
         machine: Machine,
         title: str,
         seed: int,
-        model_folder: Path,
+        spec: dict[str, Any],
+        model: Path,
         queries: list[Query],
         cache: ReferenceCache,
         probe: list[Query],
         work: Path,
-        rank: int,
+        stop_signal: StopSignal,
     ) -> None:
-        _, world = join_processes()
+        self.rank, world = join_processes()
         if machine.deterministic:
-            torch.use_deterministic_algorithms(True)
-        self.run, self.machine, self.title, self.seed = run, machine, title, seed
-        self.queries, self.cache, self.probe, self.work, self.rank = queries, cache, probe, work, rank
-        self.tokenizer = load_tokenizer(model_folder)
-        policy = _load_policy(model_folder, run)
+            _be_deterministic()
+        self.run, self.machine, self.title, self.seed, self.spec = run, machine, title, seed, spec
+        self.queries, self.cache, self.probe, self.work, self.stop_signal = queries, cache, probe, work, stop_signal
+        marker = read_json(model)
+        folder, trust = model.parent / marker["policy"], marker.get("trust_remote_code", False)
+        self.tokenizer = load_tokenizer(folder, trust)
+        policy = _load_policy(folder, run, trust)
         module = PolicyModule(
             policy, run.advantage == "gae", derive_seed(seed, "value head"), entropy_gradient=run.entropy_coef > 0
         )
@@ -165,17 +155,17 @@ class Trainer:
         self.generator = PolicySampler(policy, batch_rows=machine.rollout_rows)
         self.grader = Grader(workers=machine.grading_workers or None)
         check_canaries(self.grader)
-        sampling = Sampling(run.temperature, 1.0, run.max_response_tokens, stop_ids(self.tokenizer, model_folder))
+        sampling = Sampling(run.temperature, 1.0, run.max_response_tokens, stop_ids(self.tokenizer, folder))
         self.collector = Collector(
-            queries, self.generator, self.grader, run, sampling, lambda ids: decode(self.tokenizer, ids), seed, rank, world
+            queries, self.generator, self.grader, run, sampling, lambda ids: decode(self.tokenizer, ids), seed, self.rank, world
         )
-        self.learner = Learner(
-            self.engine, run, machine, lambda: _load_policy(model_folder, run), cache.logprobs, static_weights(cache, queries, run)
-        )
-        self.log = RunLog(work, enabled=rank == 0)
-        self.stop_signal, self.walltime = StopSignal(), Walltime()
-        self.skipped_in_a_row = 0
-        self.last_save: int | None = None
+        weights = static_weights(cache, queries, run)
+        self.learner = Learner(self.engine, run, machine, lambda: _load_policy(folder, run, trust), cache.logprobs, weights)
+        self.log = RunLog(work, enabled=self.rank == 0)
+        self.states = States(self.engine, machine, work, self.rank, next(policy.parameters()).element_size())
+        self.walltime = Walltime(end_of_job(machine.time_limit_minutes), self.states.num_bytes / _DISK_BYTES_PER_SECOND)
+        self.skipped_in_a_row, self.warning = 0, None
+        self.rewards_since_save: list[float] = []
 
     # --- the loop
 
@@ -183,86 +173,76 @@ class Trainer:
         """Resume from the newest verified state at or before `target` and train on to it."""
         begun, start = time.monotonic(), self._resume(target)
         progress = Progress(self.title, start, target, self.work / "progress.json" if self.rank == 0 else None)
-        with self.stop_signal.listening(), self.grader:
+        self.watch = Watch(self.machine, gather_objects(self.log.past(start) if self.rank == 0 else None)[0])
+        trackers = Trackers(self.machine.trackers if self.rank == 0 else (), self.title, self.work, self.spec, start)
+        if start < target and agree(self.stop_signal.received is not None):
+            raise Resubmit
+        with self.grader, closing(trackers):
             for step in range(start + 1, target + 1):
                 step_begun = time.monotonic()
-                with self.engine.whole_weights():
-                    experience = self.collector.collect(step)
-                row = {**experience_metrics(experience), **self.learner.learn(step, experience)}
-                self.generator.update_weights((), self.engine.updates)
-                with self.engine.whole_weights():
-                    row |= self._evaluate(step)
+                row, experience = self._step(step)
                 row["time/total"] = time.monotonic() - step_begun
                 row["memory/peak_gib"] = _peak_memory_gib()
-                self.log.metrics(step, {key: value for key, value in row.items() if math.isfinite(value)})
+                row = {key: value for key, value in row.items() if math.isfinite(value)}
+                self.log.metrics(step, row)
+                trackers.log(step, row)
                 self._table_of_samples(step, experience)
                 self._check_health(step, row)
-                self.walltime.longest_step = max(self.walltime.longest_step, row["time/total"])
-                stopping = agree(self.stop_signal.received is not None or self.walltime.is_short()) and step < target
+                self.walltime.saw_step(row["time/total"])
+                self.rewards_since_save.append(row.get("reward/mean", 0.0))
+                stopping = agree(self.stop_signal.received is not None or self.walltime.is_short(time.time())) and step < target
                 if step % self.machine.save_every == 0 or step == target or stopping:
-                    self._save(step, is_milestone=step == target)
+                    self._save(step)
                 if self.rank == 0:
-                    shown = {"reward": row["reward/mean"], "accuracy": row["reward/accuracy"], "Query-KL": row["kl/query"]}
-                    progress.update(step, shown, self.last_save)
+                    shown = {"reward": "reward/mean", "accuracy": "reward/accuracy", "Query-KL": "kl/query"}
+                    facts = {name: row[key] for name, key in shown.items() if key in row}
+                    progress.update(step, facts, self.states.last_save, self.warning)
                 if stopping:
                     logger.warning("stopping after step %d (%s); saved", step, self.stop_signal.received or "time limit")
                     raise Resubmit
-        self._export(target, time.monotonic() - begun)
+        facts = {"seconds": time.monotonic() - begun, "ranks": self.collector.world, **_origin()}
+        self.states.export(target, self.tokenizer, facts)
+
+    def _step(self, step: int) -> tuple[dict[str, float], Experience]:
+        try:
+            with self.engine.whole_weights():
+                experience = self.collector.collect(step)
+        except FloatingPointError as error:
+            raise UnhealthyRunError(f"{self.title}: stopped at step {step}: rollout: {error}") from error
+        self.no_signal = lack_of_signal(experience, self.run)
+        row = {**experience_metrics(experience), NO_SIGNAL: float(self.no_signal is not None)}
+        row |= self.learner.learn(step, experience)
+        self.generator.update_weights((), self.engine.updates)
+        with self.engine.whole_weights():
+            row |= self._evaluate(step)
+        return row, experience
 
     def _resume(self, target: int) -> int:
-        found = newest_state(self.work / "states", at_most=target)
-        steps = gather_objects(found[0] if found else 0)
-        assert len(set(steps)) == 1, f"ranks see different states: {steps}"
+        found = self.states.resume(target, digest(self.spec))
+        if found is None or found[0] < target:
+            self.states.check_space()
         if found is None:
-            verify_cache(self.cache, self.engine.module.policy, self.queries, seed=self.seed)
-            check_space(self.work, 3 * self._state_bytes(), "a training state and its successor")
+            with self.engine.whole_weights():
+                verify_cache(self.cache, self.engine.module.policy, self.queries, seed=self.seed)
             return 0
-        step, folder = found
-        self.engine.load(folder)
-        facts = read_json(folder / "manifest.json")["info"]
+        step, facts = found
         self.engine.updates, self.skipped_in_a_row = facts["updates"], facts["skipped_in_a_row"]
         self.generator.update_weights((), self.engine.updates)
-        logger.info("resumed from step %d", step)
         return step
 
-    def _state_bytes(self) -> int:
-        parameters = sum(getattr(p, "ds_numel", p.numel()) for p in self.engine.module.parameters())
-        return 12 * parameters  # float32 weights and two moments
-
-    def _save(self, step: int, is_milestone: bool) -> None:
-        begun, root = time.monotonic(), self.work / "states"
-        if self.rank == 0:
-            begin_state(root, step)
-        barrier()
-        folder = root / f".saving-step{step}"
-        retry_free(lambda: self.engine.save(folder), folder)
-        if self.rank == 0:
-            info = {"updates": self.engine.updates, "skipped_in_a_row": self.skipped_in_a_row, "is_milestone": is_milestone}
-            saved = commit_state(folder, root, step, info)
-            reason = why_invalid(saved)
-            if reason is not None:
-                raise RuntimeError(f"the state just saved does not verify ({reason}); older states are kept: {saved}")
-            prune_states(root, self.machine.keep_states, self._milestones_kept(root))
-        barrier()
-        self.last_save = step
-        self.walltime.longest_save = max(self.walltime.longest_save, time.monotonic() - begun)
-
-    def _milestones_kept(self, root: Path) -> list[int]:
-        if not self.machine.keep_milestone_states:
-            return []
-        policies = (self.work / "policies").glob("step*")
-        return [int(path.name.removeprefix("step")) for path in policies]
-
-    def _export(self, step: int, seconds: float) -> None:
-        folder = self.work / "policies" / f".exporting-step{step}"
-        if self.rank == 0:
-            folder.mkdir(parents=True, exist_ok=True)
-        barrier()
-        self.engine.export(folder, self.tokenizer)
-        if self.rank == 0:
-            info = {"policy_hash": policy_hash(folder), "seconds": seconds, "ranks": self.collector.world, **_origin()}
-            commit_folder(folder, self.work / "policies" / f"step{step}", info)
-        barrier()
+    def _save(self, step: int) -> None:
+        facts = {
+            "updates": self.engine.updates,
+            "skipped_in_a_row": self.skipped_in_a_row,
+            "reward": sum(self.rewards_since_save) / len(self.rewards_since_save),
+            "spec_hash": digest(self.spec),
+        }
+        try:
+            seconds = self.states.save(step, facts)
+        except FloatingPointError as error:
+            raise UnhealthyRunError(f"{self.title}: stopped at step {step}: {error}; no state was written") from error
+        self.rewards_since_save = []
+        self.walltime.saw_save(seconds)
 
     # --- watching
 
@@ -288,28 +268,33 @@ class Trainer:
             UnhealthyRunError: naming the step and the metric.
         """
         self.skipped_in_a_row = self.skipped_in_a_row + int(row["update/skipped"]) if row["update/applied"] == 0 else 0
+        found = []
         if row["update/skipped"]:
-            logger.warning("step %d: %d updates skipped for a non-finite gradient", step, int(row["update/skipped"]))
-        limits = {
-            "update/skipped": (
-                self.skipped_in_a_row,
-                self.machine.max_skipped_updates - 1,
-                "updates with a non-finite gradient in a row",
-            ),
-            "rollout/logprob_gap_mean": (
-                row.get("rollout/logprob_gap_mean", 0.0),
-                self.machine.max_logprob_gap,
-                "mean log-prob gap between generator and trainer: the generator has other weights or another temperature",
-            ),
-            "grader/error_share": (row["grader/error_share"], self.machine.max_grader_error_share, "share of grader errors"),
-        }
-        for metric, (value, limit, meaning) in limits.items():
+            found.append(f"step {step}: {int(row['update/skipped'])} updates skipped for a non-finite gradient")
+        if self.no_signal is not None:
+            found.append(f"step {step} carries no signal: {self.no_signal}")
+        alarms = self.watch.look(step, row)
+        for sentence in (*found, *alarms):
+            logger.warning("%s", sentence)
+            self.warning = sentence
+        for metric, (value, limit, meaning) in self._limits(row).items():
             if not value <= limit:
                 raise UnhealthyRunError(
                     f"{self.title}: stopped at step {step}: {metric} is {value:.4g}, above {limit:.4g} ({meaning})"
                 )
-        if row["group/constant_share"] == 1.0:
-            logger.warning("step %d carries no signal: the rewards of every group are all equal", step)
+        if alarms and self.machine.collapse_watch == "stop":
+            raise UnhealthyRunError(f"{self.title}: stopped by the collapse watch at {'; '.join(alarms)}")
+
+    def _limits(self, row: dict[str, float]) -> dict[str, tuple[float, float, str]]:
+        """Metric -> value, limit, meaning."""
+        gap = "mean log-prob gap between generator and trainer: the generator has other weights or another temperature"
+        skipped = "updates with a non-finite gradient in a row"
+        machine = self.machine
+        return {
+            "update/skipped": (self.skipped_in_a_row, machine.max_skipped_updates - 1, skipped),
+            "rollout/logprob_gap_mean": (row.get("rollout/logprob_gap_mean", 0.0), machine.max_logprob_gap, gap),
+            "grader/error_share": (row["grader/error_share"], machine.max_grader_error_share, "share of grader errors"),
+        }
 
     def _table_of_samples(self, step: int, experience: Experience) -> None:
         every = self.machine.samples_every
@@ -337,14 +322,22 @@ class Trainer:
                     return
 
 
-def _load_policy(folder: Path, run: RunConfig) -> nn.Module:
+def _load_policy(folder: Path, run: RunConfig, trust_remote_code: bool) -> nn.Module:
     """The policy in the run's dtype, without dropout (sampling and training must see one distribution)."""
-    policy = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, run.dtype))
+    dtype = getattr(torch, run.dtype)
+    policy = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, trust_remote_code=trust_remote_code)
     for module in policy.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
     policy.config.attention_dropout = 0.0
     return policy
+
+
+def _be_deterministic() -> None:
+    """Only kernels that give the same bits every time; torch refuses the others with their name."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS needs for it
+    torch.backends.cudnn.benchmark = False
+    torch.use_deterministic_algorithms(True)
 
 
 def _origin() -> dict[str, Any]:

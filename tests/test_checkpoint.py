@@ -60,7 +60,7 @@ def test_an_interrupted_save_is_never_a_state_and_is_cleaned_up(tmp_path):
 def test_retention_keeps_the_newest_and_the_milestones(tmp_path):
     for step in (10, 20, 30, 40):
         save(tmp_path, step, b"z")
-    cp.prune_states(tmp_path, keep=1, always=(20,))
+    cp.prune_states(tmp_path, 40, keep=1, always=(20,))
     assert cp.saved_steps(tmp_path) == [20, 40]
 
 

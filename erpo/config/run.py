@@ -252,7 +252,7 @@ class Machine(Frozen):
     offload_optimizer: bool = False
     """Keep optimizer states in CPU memory."""
     offload_parameters: bool = False
-    """Keep parameters in CPU memory (ZeRO 3)."""
+    """Keep parameters in CPU memory; needs zero_stage: 3."""
     activation_checkpointing: bool = False
     """Recompute activations in the backward pass."""
     generator: Literal["sampler", "vllm"] = "sampler"
@@ -269,6 +269,10 @@ class Machine(Frozen):
     """Newest states kept; milestones are kept besides."""
     keep_milestone_states: bool = True
     """Keep the training state at milestones, so that a longer run continues from it."""
+    keep_best_state: bool = False
+    """Keep the training state with the highest mean training reward since the state before it."""
+    time_limit_minutes: Annotated[float, Field(gt=0)] | None = None
+    """Stop and save when another step would end later than so long after the start; Slurm's own end time is obeyed anyway."""
     samples_every: Annotated[int, Field(ge=0)] = 10
     """Steps between sample tables; 0: never."""
     max_logprob_gap: Annotated[float, Field(gt=0)] = 0.1
@@ -277,10 +281,32 @@ class Machine(Frozen):
     """Share of grader errors that stops the run."""
     max_skipped_updates: PositiveInt = 3
     """Consecutive updates with a non-finite gradient that stop the run."""
+    collapse_watch: Literal["off", "warn", "stop"] = "warn"
+    """What happens when means over collapse_window steps say that the run collapses (docs/training.md)."""
+    collapse_window: PositiveInt = 20
+    """Steps over which the watch takes means."""
+    min_entropy_share: Fraction = 0.1
+    """The watch speaks when the entropy falls below this share of its first window."""
+    min_reward_share: Fraction = 0.5
+    """... when the reward falls below this share of its best window."""
+    max_length_factor: Annotated[float, Field(gt=1)] = 4.0
+    """... when the response length grows or shrinks by more than this factor since its first window."""
+    max_query_kl: Annotated[float, Field(gt=0)] = 1.0
+    """... when Query-KL per token is larger than this."""
+    trackers: tuple[Literal["tensorboard", "wandb"], ...] = ()
+    """Experiment trackers that get a copy of the metrics."""
     deterministic: bool = False
-    """Deterministic kernels; slower on GPUs."""
+    """Refuse kernels whose sums depend on the order of threads; slower on GPUs, the same on CPUs (docs/training.md)."""
     grading_workers: Annotated[int, Field(ge=0)] = 1
     """Worker processes of the grader; 0: as many as cores."""
+
+    @model_validator(mode="after")
+    def _possible(self) -> Machine:
+        if self.offload_parameters and self.zero_stage != 3:
+            raise ValueError(f"offload_parameters needs zero_stage: 3, which alone deals parameters out (it is {self.zero_stage})")
+        if self.offload_optimizer and self.zero_stage == 0:
+            raise ValueError("offload_optimizer needs zero_stage: 1, 2 or 3 (it is 0)")
+        return self
 
 
 def canonical_json(value: Any) -> str:
