@@ -150,15 +150,22 @@ def table(args: argparse.Namespace) -> None:
     """Scores -> one table in every format."""
     from erpo.paper.tables import make_table
 
-    make_table(spec=json.loads(args.spec), scores=args.scores, markers=args.markers, out_stem=args.out_stem)
+    make_table(spec=json.loads(args.spec), scores=args.scores, markers=args.markers, out_stem=args.out_stem, counts=args.counts)
 
 
 def figure(args: argparse.Namespace) -> None:
     """Scores and metrics -> one figure in every format."""
+    from erpo.config import FigureStyle, load_style
     from erpo.paper.figures import make_figure
 
     make_figure(
-        spec=json.loads(args.spec), scores=args.scores, markers=args.markers, references=args.references, out_stem=args.out_stem
+        spec=json.loads(args.spec),
+        scores=args.scores,
+        markers=args.markers,
+        references=args.references,
+        out_stem=args.out_stem,
+        style=FigureStyle(**json.loads(args.style)) if args.style else load_style(),
+        counts=args.counts,
     )
 
 
@@ -173,6 +180,7 @@ def report(args: argparse.Namespace) -> None:
         markers=args.markers,
         scores=args.scores,
         out=args.out,
+        counts=args.counts,
     )
 
 
@@ -359,6 +367,10 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _extra_options(action: Callable[[argparse.Namespace], None], sub: argparse.ArgumentParser) -> None:
+    if action in (table, figure, report):
+        sub.add_argument("--counts", type=Path, help="folder that keeps counts of samples by content of the scores")
+    if action is figure:
+        sub.add_argument("--style", help="JSON of the look (erpo/config/style.yaml)")
     if action in (train, generate):
         sub.add_argument("--seed", type=int, required=True)
     if action is train:

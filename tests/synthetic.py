@@ -51,12 +51,14 @@ def simulate_scores(rng, rates, sizes, temperatures, samples, truncated=0.02, no
         "verdict": names_of(verdict, ["correct", "truncated", "no_answer", "wrong"]),
         "correct": pa.array(correct.ravel()),
         "format_ok": pa.array(np.ones(size, bool)),
-        "length": pa.array(np.full(size, 20), pa.int32()),
+        "length": pa.array(20 + rng.integers(0, 400, size), pa.int32()),
         "truncated": pa.array(cut.ravel()),
-        "answer": pa.array(np.where(correct.ravel(), "1", "2").astype(object), pa.string()),
+        "answer": names_of(np.where(correct.ravel(), 0, 1 + rng.integers(0, 999, size)), [str(n) for n in range(1000)]).cast(
+            pa.string()
+        ),
         "flagged": pa.array(query % 20 == 0),
         "level": pa.array(1 + query % 5, pa.int8()),
-        "text_hash": pa.array(np.arange(size), pa.int64()),
+        "text_hash": pa.array(rng.integers(0, 2**62, size), pa.int64()),
         "second_opinion": pa.array(np.full(size, -1), pa.int8()),
     }
     return pa.table(columns, schema=SCHEMA)

@@ -7,7 +7,7 @@ import pytest
 
 from erpo.config import Cell
 from erpo.paper.aggregate import problem_values, read_scores
-from erpo.paper.summaries import Place, clean_value, difference, holm, summarise
+from erpo.paper.summaries import Place, clean_value, corrected, difference, summarise
 from tests.synthetic import scores_table, simulate_scores, write_cell
 
 
@@ -180,9 +180,10 @@ def test_a_difference_uses_common_seeds_only(tmp_path):
     assert difference(scores, problem_values(scores, "avg@n"), place("y", (1,)), place("x", (0, 1))) is None
 
 
-def test_holm_steps_down_and_keeps_order():
-    assert holm([0.04, 0.01, float("nan"), 0.03]) == pytest.approx([0.06, 0.03, float("nan"), 0.06], nan_ok=True)
-    assert holm([0.6, 0.9]) == [1.0, 1.0]
+def test_a_p_value_is_corrected_for_all_comparisons_that_were_planned():
+    assert corrected(0.01, 3) == pytest.approx(0.03)
+    assert corrected(0.6, 2) == 1.0
+    assert np.isnan(corrected(float("nan"), 4))
 
 
 @pytest.mark.parametrize("metric", ["avg@8", "maj@2", "pass@5", "pass@0", "accuracy"])

@@ -10,10 +10,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from erpo.config import load_study, reference_spec
+from erpo.config import load_study, load_style, reference_spec
 from erpo.paper import curves
 from erpo.paper.aggregate import problem_values, read_scores
-from erpo.paper.figures import KINDS, STYLE, draw, looks, make_figure
+from erpo.paper.figures import KINDS, draw, looks, make_figure, settings
 from erpo.paper.panels import Line, Panel, Picture
 from erpo.paper.summaries import Place, summarise
 from tests.conftest import ROOT
@@ -184,7 +184,7 @@ def test_a_run_looks_the_same_in_every_figure():
 
 def test_nothing_is_cut_off_and_labels_do_not_overlap(results):
     """Every text of every figure lies inside the canvas, and no title runs into its neighbour's."""
-    with mpl.rc_context(STYLE):
+    with mpl.rc_context(settings(load_style())):
         for name in ("sweep", "dynamics", "gap", "cosine", "long"):
             picture, _ = drawn(results, name)
             figure = draw(picture, ["base", "grpo", "erpo"])

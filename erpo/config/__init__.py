@@ -50,6 +50,7 @@ from erpo.config.study import (
     runs_of,
     temperatures_of,
 )
+from erpo.config.style import FigureStyle, load_style
 
 __all__ = [
     "NAME",
@@ -59,6 +60,7 @@ __all__ = [
     "DataEntry",
     "Evaluation",
     "Figure",
+    "FigureStyle",
     "FileData",
     "Fraction",
     "Frozen",
@@ -80,6 +82,7 @@ __all__ = [
     "drawn_spec",
     "generation_spec",
     "load_study",
+    "load_style",
     "milestones",
     "model_spec",
     "needs_scores",

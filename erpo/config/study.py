@@ -144,8 +144,8 @@ class Selection(Frozen):
     """Unset: each run's own seeds."""
     caption: str = ""
     """What it shows, in a sentence."""
-    baseline: str | None = None
-    """Run against which differences are tested, paired over problems."""
+    baseline: str | dict[str, str] | None = None
+    """Run against which differences are tested, paired over problems; or, for each run, its own: {erpo: grpo, dapo-erpo: dapo}."""
 
 
 class Table(Selection):
@@ -258,8 +258,11 @@ def _check_selection(study: Study, where: str, artefact: Selection) -> None:
             raise ValueError(f"{where}.runs: {pattern!r} matches no run; there are: {', '.join(study.runs)}")
     for benchmark in artefact.benchmarks or ():
         _known(f"{where}.benchmarks", benchmark, study.benchmarks)
-    if artefact.baseline is not None:
+    if isinstance(artefact.baseline, str):
         _known(f"{where}.baseline", artefact.baseline, study.runs)
+    for run, baseline in artefact.baseline.items() if isinstance(artefact.baseline, dict) else ():
+        _known(f"{where}.baseline", run, study.runs)
+        _known(f"{where}.baseline.{run}", baseline, study.runs)
     if isinstance(artefact.temperatures, tuple):
         missing = [value for value in artefact.temperatures if value not in study.evaluation.temperatures]
         if missing:

@@ -23,16 +23,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from erpo.config import Cell, temperature_label
-from erpo.metrics import maj_at_k, pass_at_k
-from erpo.records import Verdict
+from erpo.metrics import pass_at_k
+from erpo.paper.counting import COUNTS, Counted, count_samples
 
 METADATA = b"erpo"
 """Key of the facts in a scores file's parquet metadata."""
-
-_COLUMNS = ["benchmark", "query_id", "temperature", "sample_index", "verdict", "correct", "truncated", "flagged", "level"]
-_FRAME_KEYS = ["checkpoint", "problem", "temperature"]
-COUNTS = ("found", "scored", "correct", "truncated", "no_answer", "grader_error", "gold_unparsed")
-"""Per problem and temperature: samples found, samples that say something, and what they say."""
 
 
 @dataclass(frozen=True)
@@ -94,13 +89,14 @@ def read_facts(path: Path) -> dict[str, Any]:
     return json.loads(metadata[METADATA])
 
 
-def read_scores(paths: Sequence[Path], samples: int, with_answers: bool = False) -> Scores:
+def read_scores(paths: Sequence[Path], samples: int, with_answers: bool = False, cache: Path | None = None) -> Scores:
     """Count the samples of every file by problem and temperature.
 
     Args:
         paths: scores files, one per checkpoint, in any order.
         samples: n; samples with a higher index are left out.
         with_answers: also find the most frequent answer of each problem (needs more time and memory).
+        cache: folder that keeps counts by the content of the files; None: count anew.
 
     Raises:
         ValueError: no file, two files of one checkpoint, a sample twice, or checkpoints sampled under different settings.
@@ -111,8 +107,8 @@ def read_scores(paths: Sequence[Path], samples: int, with_answers: bool = False)
     order = sorted(range(len(paths)), key=lambda index: _cell(facts[index]))
     facts, paths = [facts[index] for index in order], [paths[index] for index in order]
     _refuse_mixed(paths, facts)
-    frames = [_count(path, samples, with_answers) for path in paths]
-    return _grid(frames, facts, samples, with_answers)
+    parts = [count_samples(path, samples, with_answers, cache) for path in paths]
+    return _grid(parts, facts, samples, with_answers)
 
 
 def _cell(facts: Mapping[str, Any]) -> Cell:
@@ -140,105 +136,39 @@ def _comparable(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in settings.items() if key != "stop_ids"}
 
 
-def _count(path: Path, samples: int, with_answers: bool) -> pd.DataFrame:
-    """One row per (benchmark, query_id, temperature) of a file, with its counts."""
-    columns = [*_COLUMNS, "answer"] if with_answers else _COLUMNS
-    texts = [name for name in ("benchmark", "query_id", "verdict", "answer") if name in columns]
-    table = pq.read_table(path, columns=columns, read_dictionary=texts).unify_dictionaries().combine_chunks()
-    table = table.filter(pa.compute.less(table["sample_index"], samples))
-    if table.num_rows == 0:
-        return pd.DataFrame(columns=["benchmark", "query_id", "temperature", "flagged", "level", "first", *COUNTS])
-    group, keys = _groups(table)
-    index = table["sample_index"].to_numpy()
-    if np.bincount(group * samples + index).max() > 1:
-        raise ValueError(f"{path} holds a sample twice (same problem, temperature and sample_index); score it again")
-    frame = keys.assign(first=np.nan, **_tallies(table, group, len(keys)))
-    correct, scored = _flags(table)
-    first = (index == 0) & scored
-    frame.loc[group[first], "first"] = correct[first].astype(float)
-    if with_answers:
-        frame["majority"] = _majorities(table, group, len(keys))
-    return frame
-
-
-def _groups(table: pa.Table) -> tuple[np.ndarray, pd.DataFrame]:
-    """Group number of every row, and the groups' keys: problem (benchmark, query_id) by temperature."""
-    benchmark, names = _codes(table["benchmark"])
-    query, ids = _codes(table["query_id"])
-    values, temperature = np.unique(np.round(table["temperature"].to_numpy(), 4), return_inverse=True)
-    code = (benchmark.astype(np.int64) * len(ids) + query) * len(values) + temperature
-    groups, start, group = np.unique(code, return_index=True, return_inverse=True)
-    problem = groups // len(values)
-    keys = pd.DataFrame(
-        {
-            "benchmark": names[problem // len(ids)],
-            "query_id": ids[problem % len(ids)],
-            "temperature": values[groups % len(values)],
-            "flagged": table["flagged"].to_numpy()[start],
-            "level": table["level"].to_pandas().fillna(0).astype("int8").to_numpy()[start],
-        }
-    )
-    return group, keys
-
-
-def _codes(column: pa.ChunkedArray) -> tuple[np.ndarray, np.ndarray]:
-    """Codes [rows] (-1 for null) and their texts of a dictionary-encoded column."""
-    array = column.combine_chunks() if column.num_chunks != 1 else column.chunk(0)
-    codes = array.indices.fill_null(-1).to_numpy(zero_copy_only=False)
-    return codes, np.array(array.dictionary.to_pylist(), dtype=object)
-
-
-def _flags(table: pa.Table) -> tuple[np.ndarray, np.ndarray]:
-    """Whether each sample is correct, and whether its verdict says anything."""
-    verdict, names = _codes(table["verdict"])
-    scored = np.array([Verdict(name).is_scored for name in names])[verdict]
-    return table["correct"].to_numpy() & scored, scored
-
-
-def _tallies(table: pa.Table, group: np.ndarray, size: int) -> dict[str, np.ndarray]:
-    verdict, names = _codes(table["verdict"])
-    correct, scored = _flags(table)
-    chosen = {"found": np.ones(len(group), bool), "scored": scored, "correct": correct, "truncated": table["truncated"].to_numpy()}
-    for kind in (Verdict.NO_ANSWER, Verdict.GRADER_ERROR, Verdict.GOLD_UNPARSED):
-        chosen[kind.value] = names[verdict] == kind.value
-    return {name: np.bincount(group[flag], minlength=size) for name, flag in chosen.items()}
-
-
-def _majorities(table: pa.Table, group: np.ndarray, size: int) -> np.ndarray:
-    """Whether each group's most frequent answer is right (`maj_at_k` over the samples found)."""
-    correct, scored = _flags(table)
-    codes, _ = _codes(table["answer"])
-    order = np.lexsort((table["sample_index"].to_numpy(), group))
-    starts = np.searchsorted(group[order], np.arange(1, size))
-    answers = np.where(codes >= 0, codes, None)[order]  # codes vote as well as texts
-    marks = np.where(scored, correct, np.nan)[order]
-    return maj_at_k([list(part) for part in np.split(answers, starts)], np.split(marks, starts))
-
-
-def _grid(frames: list[pd.DataFrame], facts: list[dict[str, Any]], samples: int, with_answers: bool) -> Scores:
+def _grid(parts: list[Counted], facts: list[dict[str, Any]], samples: int, with_answers: bool) -> Scores:
     """Lay the counts of all files on one grid."""
-    long = pd.concat([frame.assign(checkpoint=index) for index, frame in enumerate(frames)], ignore_index=True)
-    problems = long.groupby(["benchmark", "query_id"], sort=True)[["flagged", "level"]].max().reset_index()
-    problems["flagged"] = problems["flagged"].astype(bool)
-    rows = pd.MultiIndex.from_frame(problems[["benchmark", "query_id"]])
-    row = rows.get_indexer(pd.MultiIndex.from_frame(long[["benchmark", "query_id"]]))
-    temperatures = np.unique(long["temperature"].to_numpy(dtype=float))
-    at = (long["checkpoint"].to_numpy(), row, np.searchsorted(temperatures, long["temperature"].to_numpy(dtype=float)))
-
-    def dense(name: str, empty: float, kind: type) -> np.ndarray:
-        grid = np.full((len(frames), len(problems), len(temperatures)), empty, dtype=kind)
-        grid[at] = long[name].to_numpy(dtype=kind)
-        return grid
-
+    names = sorted({key for part in parts for key in zip(part.benchmark.tolist(), part.query_id.tolist(), strict=True)})
+    row_of = {name: row for row, name in enumerate(names)}
+    temperatures = np.unique(np.concatenate([part.temperatures for part in parts]))
+    shape = (len(parts), len(names), len(temperatures))
+    counts = {name: np.zeros(shape, np.int64) for name in COUNTS}
+    first, majority = np.full(shape, np.nan), np.full(shape, np.nan)
+    flagged, level = np.zeros(len(names), bool), np.zeros(len(names), np.int8)
+    for index, part in enumerate(parts):
+        rows = np.array([row_of[key] for key in zip(part.benchmark.tolist(), part.query_id.tolist(), strict=True)], int)
+        at = np.ix_([index], rows, np.searchsorted(temperatures, part.temperatures))
+        for number, name in enumerate(COUNTS):
+            counts[name][at] = part.counts[number]
+        first[at] = part.first
+        majority[at] = part.majority if with_answers else np.nan
+        flagged[rows] |= part.flagged
+        level[rows] = np.maximum(level[rows], part.level)
+    about = {
+        "benchmark": [name for name, _ in names],
+        "query_id": [query for _, query in names],
+        "flagged": flagged,
+        "level": level,
+    }
     return Scores(
         checkpoints=tuple(_cell(fact) for fact in facts),
-        problems=problems,
+        problems=pd.DataFrame(about),
         temperatures=temperatures,
         samples=samples,
         sizes=dict(facts[0]["benchmarks"]),
-        counts={name: dense(name, 0, np.int64) for name in COUNTS},
-        first=dense("first", np.nan, float),
-        majority=dense("majority", np.nan, float) if with_answers else None,
+        counts=counts,
+        first=first,
+        majority=majority if with_answers else None,
         facts=tuple(facts),
     )
 

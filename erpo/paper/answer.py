@@ -11,7 +11,7 @@ import numpy as np
 
 from erpo.config import temperature_label
 from erpo.paper.aggregate import Scores, metric_label, problem_values, read_scores
-from erpo.paper.summaries import ALPHA, Place, difference, holm, seeds_by_checkpoint, summarise
+from erpo.paper.summaries import ALPHA, Place, corrected, difference, seeds_by_checkpoint, summarise
 from erpo.paper.wording import comparison, is_sure, ranges
 
 METRIC = "avg@n"
@@ -30,26 +30,27 @@ class Answer:
     cautions: list[str] = field(default_factory=list)
 
 
-def answer(spec: dict[str, Any], paths: Sequence[Path]) -> Answer:
+def answer(spec: dict[str, Any], paths: Sequence[Path], counts: Path | None = None) -> Answer:
     """Compare the runs of a table with its baseline at every temperature, in each band and over the sweep.
 
     Args:
         spec: `config.drawn_spec` of a table with a baseline.
         paths: scores files; those of other checkpoints are left out by the caller.
+        counts: folder that keeps counts of samples by content (`erpo.paper.counting`).
     """
     baseline = spec["artefact"]["baseline"]
     found = Answer(runs=list(spec["runs"]), baseline=baseline or "", metric=metric_label(METRIC, spec["samples"]))
     if not paths:
         found.sentences.append("There are no scores yet, so there is no answer yet.")
         return found
-    scores = read_scores(paths, spec["samples"])
+    scores = read_scores(paths, spec["samples"], cache=counts)
     values = problem_values(scores, METRIC)
     found.rows = [_row(spec, scores, values, *part) for part in _parts(spec)]
     if baseline is None:
         found.sentences.append("No table names a baseline, so nothing is tested; the values stand below.")
         return found
-    _correct([row for row in found.rows if row["is_temperature"]])
-    _correct([row for row in found.rows if not row["is_temperature"]])
+    for is_temperature in (True, False):
+        _correct([row for row in found.rows if row["is_temperature"] == is_temperature], len(found.runs) - 1)
     trained = {run for run, _, step in spec["cells"] if step > 0}
     for run in sorted(found.runs, key=lambda run: run not in trained):  # what was trained first
         if run != baseline:
@@ -111,12 +112,11 @@ def _row(
     }
 
 
-def _correct(rows: list[dict[str, Any]]) -> None:
-    """Holm over all comparisons of these rows."""
-    lines = [line for row in rows for line in row["compared"].values()]
-    for line, p_value in zip(lines, holm([line["p_value"] for line in lines]), strict=True):
-        line["p_adjusted"] = p_value
-        line["significant"] = bool(line["complete"] and p_value < ALPHA)
+def _correct(rows: list[dict[str, Any]], runs: int) -> None:
+    """P-values corrected for all comparisons of these rows: `runs` with the baseline in each."""
+    for line in (line for row in rows for line in row["compared"].values()):
+        line["p_adjusted"] = corrected(line["p_value"], len(rows) * runs)
+        line["significant"] = bool(line["complete"] and line["p_adjusted"] < ALPHA)
 
 
 def _about(run: str, baseline: str, rows: list[dict[str, Any]]) -> list[str]:
@@ -146,8 +146,8 @@ def _cautions(spec: dict[str, Any], found: Answer) -> list[str]:
         f"Tests are paired over problems: they say whether these trained policies differ on problems of this kind. With "
         f"{fewest} seed{'s' if fewest > 1 else ''} a run, how much another training would differ is "
         + ("not measured." if fewest < 2 else "measured roughly at best: look at the sign in every seed."),
-        f"P-values are Holm-corrected over the temperatures and runs compared; a claim needs p < {ALPHA:g} and the same sign in "
-        "every seed.",
+        "P-values are Bonferroni-corrected over the temperatures and runs compared; a claim needs "
+        f"p < {ALPHA:g} and the same sign in every seed.",
     ]
     if any(not cell.is_complete for row in found.rows for cell in row["cells"].values()):
         cautions.append("Some samples are missing: values marked † rest on what is there, and nothing is claimed from them.")

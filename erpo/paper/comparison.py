@@ -92,7 +92,11 @@ class Results:
 
 
 def compare_with_paper(
-    spec: dict[str, Any], scores: Sequence[Path], markers: Sequence[Path], reported: Path = REPORTED
+    spec: dict[str, Any],
+    scores: Sequence[Path],
+    markers: Sequence[Path],
+    reported: Path = REPORTED,
+    counts: Path | None = None,
 ) -> tuple[pd.DataFrame, Sheet]:
     """Put every reported number and statement beside ours.
 
@@ -101,6 +105,7 @@ def compare_with_paper(
         scores: scores files.
         markers: training markers.
         reported: what the paper reports.
+        counts: folder that keeps counts of samples by content (`erpo.paper.counting`).
 
     Returns:
         one row per number or statement, and the same laid out for readers.
@@ -108,7 +113,7 @@ def compare_with_paper(
     paper = yaml.safe_load(reported.read_text(encoding="utf-8"))
     training = read_markers(path for path in markers if path.is_file())
     present = [path for path in scores if path.is_file()]
-    found = read_scores(present, spec["samples"]) if present else None
+    found = read_scores(present, spec["samples"], cache=counts) if present else None
     results = Results(spec, found, read_curves(training), training, seeds_by_checkpoint(spec["cells"]), {})
     defaults = paper["defaults"]
     rows = [_row(entry, _judge({**defaults, **entry}, results)) for entry in paper["entries"]]

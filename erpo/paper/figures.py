@@ -6,6 +6,8 @@ look in every figure of every study: it comes from its name.
 
 from __future__ import annotations
 
+import io
+import math
 import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -19,6 +21,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator, MultipleLocator
 
 from erpo.checkpoint import write_atomic, write_json
+from erpo.config import FigureStyle, load_style
 from erpo.paper import panels, weight_panels
 from erpo.paper.panels import Line, Panel, Picture, Sources
 from erpo.paper.provenance import describe_inputs, mixture_notes, sidecar
@@ -33,35 +36,10 @@ KINDS: dict[str, Callable[[Sources], Picture]] = {
     "gradient_cosine": panels.gradient_cosine,
 }
 
-STYLE = {
-    "font.family": "DejaVu Sans",  # ships with matplotlib: the same letters on every machine
-    "font.size": 8,
-    "axes.titlesize": 9,
-    "axes.titlelocation": "left",
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "grid.color": "#dddddd",
-    "grid.linewidth": 0.6,
-    "axes.axisbelow": True,
-    "lines.linewidth": 1.4,
-    "lines.markersize": 4,
-    "legend.frameon": False,
-    "pdf.fonttype": 42,
-    "svg.hashsalt": "erpo",
-    "figure.facecolor": "white",
-}
-_COLOURS = ("#000000", "#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")  # Okabe and Ito, without yellow
-_DASHES: tuple[Any, ...] = ("-", (0, (5, 1.5)), (0, (1.2, 1.2)), (0, (6, 1.5, 1.2, 1.5)))
-_MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">")
-_SLOTS = 28  # seven colours times four dashes: all different
 _SALT = 1188572  # chosen so that runs drawn together in the shipped studies differ in colour and in grey
 
-_PANEL_SIZE = (2.9, 2.25)
-_SINGLE_WIDTH = 4.2
 _COLUMNS = {1: 1, 2: 2, 3: 3, 4: 2, 5: 3, 6: 3, 7: 4, 8: 4}
 _MOST_COLUMNS = 4
-_PNG_DPI = 200
 _LOG_RATIO = 30.0
 """A positive axis is logarithmic where the runs end further apart than this."""
 _DODGE = 0.015
@@ -78,17 +56,44 @@ class Look(NamedTuple):
     marker: str
 
 
-def looks(runs: Sequence[str]) -> dict[str, Look]:
+def settings(style: FigureStyle) -> dict[str, Any]:
+    """The style in matplotlib's terms."""
+    return {
+        "font.family": style.font,
+        "font.size": style.font_size,
+        "axes.titlesize": style.title_size,
+        "axes.titlelocation": "left",
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.grid": True,
+        "grid.color": style.grid_colour,
+        "grid.linewidth": 0.6,
+        "axes.axisbelow": True,
+        "lines.linewidth": style.line_width,
+        "lines.markersize": style.marker_size,
+        "legend.frameon": False,
+        "pdf.fonttype": 42,  # text stays text
+        "svg.hashsalt": "erpo",
+        "figure.facecolor": "white",
+    }
+
+
+def looks(runs: Sequence[str], style: FigureStyle | None = None) -> dict[str, Look]:
     """A look for each run from its name; where two names meet in one, the later takes the next free."""
+    style = style or load_style()
+    slots = max(math.lcm(len(style.colours), len(style.dashes)), len(runs))  # so many differ in colour or dash
     taken: dict[int, str] = {}
     for run in runs:
-        slot = zlib.crc32(f"{_SALT}/{run}".encode()) % _SLOTS
+        slot = zlib.crc32(f"{_SALT}/{run}".encode()) % slots
         while slot in taken:
-            slot = (slot + 1) % _SLOTS
+            slot = (slot + 1) % slots
         taken[slot] = run
-    return {
-        run: Look(_COLOURS[s % len(_COLOURS)], _DASHES[s % len(_DASHES)], _MARKERS[s % len(_MARKERS)]) for s, run in taken.items()
-    }
+    return {run: _look(slot, style) for slot, run in taken.items()}
+
+
+def _look(slot: int, style: FigureStyle) -> Look:
+    dash = style.dashes[slot % len(style.dashes)]
+    return Look(style.colours[slot % len(style.colours)], (0, dash) if dash else "-", style.markers[slot % len(style.markers)])
 
 
 def make_figure(
@@ -98,6 +103,8 @@ def make_figure(
     markers: Sequence[Path],
     out_stem: Path,
     references: Sequence[Path] = (),
+    style: FigureStyle | None = None,
+    counts: Path | None = None,
 ) -> Picture:
     """Draw one figure and write it as .pdf, .png, .csv and .json (sidecar).
 
@@ -107,18 +114,21 @@ def make_figure(
         markers: training markers of its checkpoints.
         out_stem: path of the outputs without ending.
         references: markers of reference caches, for the distribution of query weights.
+        style: how it looks; by default the style all figures share.
+        counts: folder that keeps counts of samples by content (`erpo.paper.counting`); speed only.
 
     Raises:
         ValueError: scores or logs that are damaged or do not belong together.
     """
-    sources, present, training = panels.read_sources(spec, scores, markers, references)
+    sources, present, training = panels.read_sources(spec, scores, markers, references, counts)
     picture = KINDS[spec["artefact"]["kind"]](sources)
     paths = {ending: out_stem.with_name(f"{out_stem.name}.{ending}") for ending in ("pdf", "png", "csv", "json")}
     write_atomic(paths["csv"], picture.frame().to_csv(index=False, lineterminator="\n").encode())
-    with mpl.rc_context(STYLE):
-        figure = draw(picture, spec["runs"])
-        write_atomic(paths["pdf"], _rendered(figure, "pdf", {"CreationDate": None, "Producer": None, "Creator": None}))
-        write_atomic(paths["png"], _rendered(figure, "png", {"Software": None}))
+    style = style or load_style()
+    with mpl.rc_context(settings(style)):
+        figure = draw(picture, spec["runs"], style)
+        write_atomic(paths["pdf"], _rendered(figure, "pdf", style, {"CreationDate": None, "Producer": None, "Creator": None}))
+        write_atomic(paths["png"], _rendered(figure, "png", style, {"Software": None}))
     inputs = describe_inputs(present, training)
     caption = spec["artefact"]["caption"] or f"Figure {spec['name']}."
     notes = [*picture.notes, *mixture_notes(inputs)]
@@ -127,34 +137,33 @@ def make_figure(
     return picture
 
 
-def _rendered(figure: Figure, kind: str, metadata: dict[str, None]) -> bytes:
-    import io
-
+def _rendered(figure: Figure, kind: str, style: FigureStyle, metadata: dict[str, None]) -> bytes:
     buffer = io.BytesIO()
-    figure.savefig(buffer, format=kind, dpi=_PNG_DPI, metadata=metadata)
+    figure.savefig(buffer, format=kind, dpi=style.png_dpi, metadata=metadata)
     return buffer.getvalue()
 
 
 # --- drawing -----------------------------------------------------------------------------------------------------------
 
 
-def draw(picture: Picture, runs: Sequence[str]) -> Figure:
+def draw(picture: Picture, runs: Sequence[str], style: FigureStyle | None = None) -> Figure:
     """Lay the panels out on a grid, with one legend: in a free place of the grid, or below."""
+    style = style or load_style()
     count = len(picture.panels)
     columns = _COLUMNS.get(count, _MOST_COLUMNS)
     rows = -(-count // columns)
-    style = looks(runs)
+    look = looks(runs, style)
     shown = [run for run in runs if any(line.run == run and line.is_drawn for panel in picture.panels for line in panel.lines)]
-    width = columns * _PANEL_SIZE[0] if columns > 1 else _SINGLE_WIDTH
-    figure = Figure(figsize=(width, rows * _PANEL_SIZE[1] + 0.3), layout="constrained")
+    width = columns * style.panel_size[0] if columns > 1 else style.single_width
+    figure = Figure(figsize=(width, rows * style.panel_size[1] + 0.3), layout="constrained")
     figure.get_layout_engine().set(wspace=0.06, hspace=0.06)
     axes = figure.subplots(rows, columns, squeeze=False).ravel()
     for axis, panel in zip(axes, picture.panels, strict=False):
-        _draw_panel(axis, panel, style)
+        _draw_panel(axis, panel, look, style.band_opacity)
     free = axes[count:]
     for axis in free:
         axis.set_axis_off()
-    handles = [_handle(run, style[run]) for run in shown]
+    handles = [_handle(run, look[run]) for run in shown]
     if len(free):
         free[0].legend(handles=handles, loc="center left", fontsize=9, handlelength=3)
     elif handles:
@@ -166,7 +175,7 @@ def _handle(run: str, look: Look) -> Line2D:
     return Line2D([], [], color=look.colour, linestyle=look.dash, marker=look.marker, label=run)
 
 
-def _draw_panel(axis: Axes, panel: Panel, style: dict[str, Look]) -> None:
+def _draw_panel(axis: Axes, panel: Panel, looks: dict[str, Look], opacity: float) -> None:
     axis.set_title(panel.title)
     axis.set_xlabel(panel.x_label)
     axis.set_ylabel(panel.y_label)
@@ -178,7 +187,8 @@ def _draw_panel(axis: Axes, panel: Panel, style: dict[str, Look]) -> None:
     points = [line for line in drawn if line.style == "points"]
     width = np.ptp(np.concatenate([line.x for line in drawn])) if drawn and not panel.names else 0.0
     for number, line in enumerate(drawn):
-        _draw_line(axis, line, style[line.run], number, _DODGE * width * (points.index(line) if line in points else 0))
+        dodge = _DODGE * width * (points.index(line) if line in points else 0)
+        _draw_line(axis, line, looks[line.run], number, dodge, opacity)
     if panel.is_empty:
         axis.text(0.5, 0.5, "no data", transform=axis.transAxes, ha="center", va="center", color="#777777")
     elif panel.names:
@@ -187,14 +197,14 @@ def _draw_panel(axis: Axes, panel: Panel, style: dict[str, Look]) -> None:
     _scale(axis, panel)
 
 
-def _draw_line(axis: Axes, line: Line, look: Look, number: int, dodge: float) -> None:
+def _draw_line(axis: Axes, line: Line, look: Look, number: int, dodge: float, opacity: float) -> None:
     has_band = bool(np.any(line.high > line.low))
     colour = {"color": look.colour}
     if line.style == "points":
         reach = np.abs(np.stack([line.y - line.low, line.high - line.y]))
         axis.errorbar(line.x + dodge, line.y, yerr=reach, fmt=look.marker, capsize=3, markersize=5.5, **colour)
     elif line.style == "level":
-        axis.axhspan(line.low[0], line.high[0], alpha=0.12, linewidth=0, **colour)
+        axis.axhspan(line.low[0], line.high[0], alpha=opacity, linewidth=0, **colour)
         axis.axhline(line.y[0], linestyle=look.dash, **colour)
     elif line.style == "steps":
         axis.plot(line.x, line.y, drawstyle="steps-mid", linestyle=look.dash, **colour)
@@ -202,7 +212,7 @@ def _draw_line(axis: Axes, line: Line, look: Look, number: int, dodge: float) ->
         every = max(1, len(line.x) // _MARKS)
         axis.plot(line.x, line.y, linestyle=look.dash, marker=look.marker, markevery=(number * every // 3 % every, every), **colour)
         if has_band:
-            axis.fill_between(line.x, line.low, line.high, alpha=0.15, linewidth=0, **colour)
+            axis.fill_between(line.x, line.low, line.high, alpha=opacity, linewidth=0, **colour)
 
 
 def _scale(axis: Axes, panel: Panel) -> None:

@@ -67,13 +67,14 @@ def table_notes(spec: dict[str, Any], frame: pd.DataFrame) -> list[str]:
 
 
 def _comparison_notes(scored: pd.DataFrame) -> list[str]:
-    compared = scored[scored["difference"].notna()]
+    compared = scored[scored["baseline"] != ""]
     if compared.empty:
         return ["Bold: largest complete value of a column, without a test."]
-    baseline, count = compared["baseline"].iloc[0], compared.groupby("metric").size().max()
+    count, names = compared.groupby("metric").size().max(), list(dict.fromkeys(compared["baseline"]))
+    baseline = names[0] if len(names) == 1 else "its own baseline"
     return [
         f"Bold: largest complete value of a column. *: differs from {baseline} at p < {ALPHA:g}, sign-flip test paired over "
-        f"problems, Holm-corrected for {count} comparison{'s' if count > 1 else ''} of a metric."
+        f"problems, Bonferroni-corrected for {count} comparison{'s' if count > 1 else ''} of a metric."
     ]
 
 

@@ -108,12 +108,16 @@ class Sources:
 
 
 def read_sources(
-    spec: dict[str, Any], scores: Sequence[Path], markers: Sequence[Path], references: Sequence[Path]
+    spec: dict[str, Any],
+    scores: Sequence[Path],
+    markers: Sequence[Path],
+    references: Sequence[Path],
+    counts: Path | None = None,
 ) -> tuple[Sources, list[Path], list[dict[str, Any]]]:
     """Read what there is of a figure's inputs; also the scores files and markers that were found."""
     present = [path for path in scores if path.is_file()] if "samples" in spec else []  # training figures know no evaluation
     training = read_markers(path for path in markers if path.is_file())
-    found = read_scores(present, spec["samples"]) if present else None
+    found = read_scores(present, spec["samples"], cache=counts) if present else None
     values = problem_values(found, METRIC) if found else None
     sources = Sources(spec, found, values, read_curves(training), seeds_by_checkpoint(spec["cells"]), references, training)
     return sources, present, training

@@ -47,6 +47,7 @@ def make_report(
     markers: Sequence[Path],
     scores: Sequence[Path],
     out: Path,
+    counts: Path | None = None,
 ) -> None:
     """Write the report.
 
@@ -57,6 +58,7 @@ def make_report(
         markers: training markers.
         scores: scores files.
         out: the HTML page.
+        counts: folder that keeps counts of samples by content (`erpo.paper.counting`).
 
     Raises:
         ValueError: a table or figure that does not exist, or damaged inputs.
@@ -72,7 +74,7 @@ def make_report(
         .render(
             study=study_spec,
             version=__version__,
-            answer=_answer(shown_tables, present),
+            answer=_answer(shown_tables, present, counts),
             tables=shown_tables,
             figures=shown_figures,
             runs=[_run(name, settings, training, curves) for name, settings in study_spec["runs"].items()],
@@ -134,16 +136,16 @@ def _link(stem: Path, ending: str, out: Path) -> str:
     return path.relative_to(out.parent).as_posix() if path.is_relative_to(out.parent) else path.as_posix()
 
 
-def _answer(tables: Sequence[dict[str, Any]], scores: Sequence[Path]) -> Answer:
+def _answer(tables: Sequence[dict[str, Any]], scores: Sequence[Path], counts: Path | None) -> Answer:
     """The comparison of the first table that names a baseline (else of the first one with scores)."""
     specs = [table["sidecar"]["spec"] for table in tables]
     scored = [spec for spec in specs if spec["artefact"]["columns"] != "reported" and _has_scores(spec)]
-    named = [spec for spec in scored if spec["artefact"]["baseline"]]
+    named = [spec for spec in scored if isinstance(spec["artefact"]["baseline"], str)]
     if not scored:
         return Answer(sentences=["The study has no table of scores, so there is nothing to compare."])
     spec = (named or scored)[0]
     wanted = {tuple(cell) for cell in spec["cells"]}
-    return answer(spec, [path for path in scores if _cell(read_facts(path)) in wanted])
+    return answer(spec, [path for path in scores if _cell(read_facts(path)) in wanted], counts)
 
 
 def _has_scores(spec: dict[str, Any]) -> bool:

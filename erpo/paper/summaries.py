@@ -123,14 +123,13 @@ def difference(scores: Scores, values: np.ndarray, place: Place, baseline: Place
     return Difference(result.mean, result.low, result.high, result.p_value, by_seed)
 
 
-def holm(p_values: Sequence[float]) -> list[float]:
-    """P-values corrected for being several (Holm 1979): step-down, never above 1. NaN stays and does not count."""
-    order = [index for index in np.argsort(p_values, kind="stable") if np.isfinite(p_values[index])]
-    corrected, floor = [float("nan")] * len(p_values), 0.0
-    for rank, index in enumerate(order):
-        floor = max(floor, min(1.0, (len(order) - rank) * p_values[index]))
-        corrected[index] = floor
-    return corrected
+def corrected(p_value: float, planned: int) -> float:
+    """A p-value corrected for being one of several (Bonferroni): times the number of comparisons planned, at most 1; NaN stays.
+
+    A comparison without samples counts as planned. So what one cell lacks never moves another cell's p-value, which step-down
+    corrections such as Holm's do not promise.
+    """
+    return float(min(1.0, planned * p_value)) if np.isfinite(p_value) else float("nan")
 
 
 # --- parts -------------------------------------------------------------------------------------------------------------

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -21,52 +20,15 @@ from erpo.paper import typeset, wording
 from erpo.paper.aggregate import Scores, metric_label, needs_answers, problem_values, read_scores
 from erpo.paper.comparison import compare_with_paper
 from erpo.paper.curves import read_curves, read_markers, seed_values
+from erpo.paper.layout import MEAN, Column, Row, Table, baseline_of, lay_out
 from erpo.paper.notes import table_notes
 from erpo.paper.provenance import describe_inputs, mixture_notes, sidecar
-from erpo.paper.summaries import ALPHA, Place, clean_value, difference, holm, seeds_by_checkpoint, summarise
-
-MEAN = "mean"
-"""Key of the column over everything; of the only column when there is one."""
+from erpo.paper.summaries import ALPHA, Place, clean_value, corrected, difference, seeds_by_checkpoint, summarise
 
 
-class Row(NamedTuple):
-    """A line of the table."""
-
-    run: str
-    step: int | None
-    """None when the columns are steps."""
-    label: str
-
-
-class Column(NamedTuple):
-    """A column of scores."""
-
-    key: str
-    label: str
-    benchmarks: tuple[str, ...]
-    temperatures: tuple[float, ...]
-    step: int | None = None
-
-
-@dataclass(frozen=True)
-class Table:
-    """A finished table: every cell, and how to lay them out."""
-
-    spec: dict[str, Any]
-    rows: list[Row]
-    columns: list[Column]
-    frame: pd.DataFrame
-    """One line per cell."""
-    notes: list[str]
-    inputs: list[dict[str, Any]]
-
-    @property
-    def metrics(self) -> list[str]:
-        """Metrics in the order of the blocks."""
-        return list(self.spec["artefact"]["metrics"])
-
-
-def make_table(*, spec: dict[str, Any], scores: Sequence[Path], markers: Sequence[Path], out_stem: Path) -> None:
+def make_table(
+    *, spec: dict[str, Any], scores: Sequence[Path], markers: Sequence[Path], out_stem: Path, counts: Path | None = None
+) -> None:
     """Build one table and write it as .csv, .parquet, .md, .tex and .json (sidecar).
 
     Args:
@@ -74,16 +36,17 @@ def make_table(*, spec: dict[str, Any], scores: Sequence[Path], markers: Sequenc
         scores: scores files of its checkpoints; one that is absent makes cells incomplete, not the table fail.
         markers: training markers, for training metrics and provenance.
         out_stem: path of the outputs without ending.
+        counts: folder that keeps counts of samples by content (`erpo.paper.counting`); speed only.
 
     Raises:
         ValueError: an unknown metric, a baseline outside the table, or scores that do not belong together.
     """
     if spec["artefact"]["columns"] == "reported":
-        frame, sheet = compare_with_paper(spec, scores, markers)
+        frame, sheet = compare_with_paper(spec, scores, markers, counts=counts)
         training = read_markers(path for path in markers if path.is_file())
         _write(spec, frame, sheet, describe_inputs([path for path in scores if path.is_file()], training), out_stem)
         return
-    table = build_table(spec, scores, markers)
+    table = build_table(spec, scores, markers, counts)
     _write(spec, table.frame, lay_out(table), table.inputs, out_stem)
 
 
@@ -105,18 +68,14 @@ def _write(spec: dict[str, Any], frame: pd.DataFrame, sheet: typeset.Sheet, inpu
     write_json(paths["json"], {**proof, "blocks": [block.as_json() for block in sheet.blocks]})
 
 
-def build_table(spec: dict[str, Any], scores: Sequence[Path], markers: Sequence[Path]) -> Table:
+def build_table(spec: dict[str, Any], scores: Sequence[Path], markers: Sequence[Path], counts: Path | None = None) -> Table:
     """Compute every cell of a table."""
     artefact, seeds = spec["artefact"], seeds_by_checkpoint(spec["cells"])
     scored = [metric for metric in artefact["metrics"] if "/" not in metric]
     logged = [metric for metric in artefact["metrics"] if "/" in metric]
-    if artefact["baseline"] is not None and artefact["baseline"] not in spec["runs"]:
-        raise ValueError(
-            f"tables.{spec['name']}.baseline: {artefact['baseline']!r} is not one of the table's runs ({', '.join(spec['runs'])}); "
-            "add it to runs, so that what is compared is also shown"
-        )
+    _refuse_hidden_baseline(spec)
     present = [path for path in scores if path.is_file()]
-    found = read_scores(present, spec["samples"], needs_answers(scored)) if scored else None
+    found = read_scores(present, spec["samples"], needs_answers(scored), counts) if scored else None
     training = read_markers(path for path in markers if path.is_file())
     rows, columns = _rows(spec, seeds), _columns(spec, seeds) if scored else []
     records = [line for metric in scored for line in _block(spec, found, metric, rows, columns, seeds)]
@@ -125,6 +84,16 @@ def build_table(spec: dict[str, Any], scores: Sequence[Path], markers: Sequence[
     frame = _frame(records)
     inputs = describe_inputs(present, training)
     return Table(spec, rows, columns, frame, [*table_notes(spec, frame), *mixture_notes(inputs)], inputs)
+
+
+def _refuse_hidden_baseline(spec: dict[str, Any]) -> None:
+    named = spec["artefact"]["baseline"]
+    for name in [name for pair in named.items() for name in pair] if isinstance(named, dict) else filter(None, [named]):
+        if name not in spec["runs"]:
+            raise ValueError(
+                f"tables.{spec['name']}.baseline: {name!r} is not one of the table's runs ({', '.join(spec['runs'])}); "
+                "add it to runs, so that what is compared is also shown"
+            )
 
 
 # --- layout ------------------------------------------------------------------------------------------------------------
@@ -195,11 +164,11 @@ def _block(
                 placed.append((number, _line(spec, scores, values, metric, row, column, place, _baseline(spec, place, seeds))))
     lines = [line for _, line in sorted(placed, key=lambda pair: pair[0])]
     whole = {(line["run"], line["step"], line["column"]): line["complete"] for line in lines}
-    corrected = holm([line["p_value"] for line in lines])
-    for line, p_value in zip(lines, corrected, strict=True):
-        line["p_adjusted"] = p_value
+    planned = sum(line["baseline"] != "" for line in lines)
+    for line in lines:
+        line["p_adjusted"] = corrected(line["p_value"], planned)
         line["baseline_complete"] = whole.get((line["baseline"], line.pop("baseline_step"), line["column"]), False)
-        line["significant"] = bool(line["complete"] and line["baseline_complete"] and p_value < ALPHA)
+        line["significant"] = bool(line["complete"] and line["baseline_complete"] and line["p_adjusted"] < ALPHA)
     for column in columns:
         _mark_best([line for line in lines if line["column"] == column.key])
     return lines
@@ -207,9 +176,9 @@ def _block(
 
 def _baseline(spec: dict[str, Any], place: Place, seeds: dict[tuple[str, int], tuple[int, ...]]) -> Place | None:
     """The same cell of the baseline: at the same step where it was evaluated there, else at its only one."""
-    run = spec["artefact"]["baseline"]
+    run = baseline_of(spec, place.run)
     steps = [step for name, step in seeds if name == run]
-    if run is None or run == place.run or not steps:
+    if run is None or not steps:
         return None
     step = place.step if place.step in steps else steps[0] if len(steps) == 1 else None
     return None if step is None else place._replace(run=run, step=step, seeds=seeds[run, step])
@@ -314,56 +283,7 @@ def _frame(records: list[dict[str, Any]]) -> pd.DataFrame:
     return frame
 
 
-# --- for readers -------------------------------------------------------------------------------------------------------
-
-
-def lay_out(table: Table) -> typeset.Sheet:
-    """The cells as readers see them: a block per metric, or one block of all metrics when there is one column of scores."""
-    lines = {(line["run"], line["step"], line["column"], line["metric"]): line for line in table.frame.to_dict("records")}
-    scored = [metric for metric in table.metrics if "/" not in metric]
-    logged = [metric for metric in table.metrics if "/" in metric]
-    by_step = table.spec["artefact"]["columns"] == "step"
-    labels = {line["metric"]: line["label"] for line in lines.values()}
-    beside = [(name, name, name) for name in logged]
-    if by_step:
-        sections = [[(column.label, column.key, metric) for column in _step_columns(table)] for metric in table.metrics]
-    elif len(table.columns) < 2:
-        sections = [[(labels[metric], table.columns[0].key, metric) for metric in scored] + beside]
-    else:
-        sections = [[(column.label, column.key, metric) for column in table.columns] for metric in scored]
-        sections[0] += beside
-    blocks = []
-    for section in sections:
-        rows = [(row.label, [_shown(lines, row, key, metric) for _, key, metric in section]) for row in table.rows]
-        title = labels[section[0][2]] if len({metric for _, _, metric in section if "/" not in metric}) == 1 or by_step else ""
-        blocks.append(typeset.Block(title, [label for label, _, _ in section], rows))
-    caption = table.spec["artefact"]["caption"] or f"Table {table.spec['name']}."
-    return typeset.Sheet(table.spec["name"], caption, blocks, table.notes)
-
-
-def _step_columns(table: Table) -> list[Column]:
-    if table.columns:
-        return table.columns
-    steps = sorted(set(table.frame["step"].dropna()))
-    return [Column(f"step{step}", f"step {step}", (), (), int(step)) for step in steps]
-
-
-def _shown(lines: dict[tuple, dict[str, Any]], row: Row, key: str, metric: str) -> typeset.Entry:
-    step = int(key.removeprefix("step")) if row.step is None else row.step
-    line = lines.get((row.run, step, key, metric))
-    if line is None:
-        return typeset.Entry("", np.nan)
-    if "/" in metric:
-        return typeset.Entry(wording.plain(line["value"]), line["value"], is_incomplete=not line["complete"])
-    half = (line["high"] - line["low"]) / 2
-    return typeset.Entry(
-        wording.percent(line["value"]),
-        line["value"],
-        half="" if np.isnan(half) else wording.percent(half),
-        is_best=line["best"],
-        is_significant=line["significant"],
-        is_incomplete=not line["complete"],
-    )
+# --- for a terminal --------------------------------------------------------------------------------------------------
 
 
 def headline(path: Path) -> str:

@@ -59,6 +59,26 @@ def test_a_caption_draws_its_own_table_again(finished):
     assert finished.plan("all") == {"table": 1, **REPORT}
 
 
+def test_a_caption_draws_its_own_figure_again(finished):
+    finished.edit(
+        "config/trial.yaml", "drift: {kind: drift, runs: [grpo, erpo]}", "drift: {kind: drift, runs: [grpo, erpo], caption: New.}"
+    )
+    assert finished.plan("all") == {"figure": 1, **REPORT}
+
+
+def test_another_style_draws_figures_only(finished):
+    finished.edit("erpo/config/style.yaml", "line_width: 1.4", "line_width: 1.8")
+    assert finished.plan("all") == {"figure": 2, **REPORT}
+    assert finished.plan("tables") == {}
+
+
+def test_a_fault_in_the_style_is_one_sentence(finished):
+    finished.edit("erpo/config/style.yaml", "line_width: 1.4", "line_width: thick")
+    done = finished.run("-n", "all", "--config", "study=trial")
+    assert done.returncode != 0
+    assert "erpo/config/style.yaml: line_width: Input should be a valid number" in done.stdout + done.stderr
+
+
 def test_another_table_draws_only_itself(finished):
     finished.edit(
         "config/trial.yaml", "only-grpo: {runs: [grpo]}", "only-grpo: {runs: [grpo]}\n  bands: {runs: [erpo], columns: band}"

@@ -30,6 +30,7 @@ def chosen_study():
 SUPERSEDED = set(filter(None, str(config.get("supersede", "")).split(",")))
 STUDY = chosen_study()
 RESULTS = f"results/{STUDY.name}"
+COUNTS = f"{RESULTS}/counts"  # of samples, by content of the scores files
 DATA_DIR = os.environ.get("ERPO_DATA") or STUDY.data_dir
 SHARDS = studies.shards(STUDY)
 MILESTONES = studies.milestones(STUDY)

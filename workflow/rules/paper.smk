@@ -12,9 +12,10 @@ rule table:
     params:
         spec=table_spec,
         stem=lambda wildcards: f"{RESULTS}/tables/{wildcards.table}",
+        counts=COUNTS,
     shell:
         "python -m erpo table --log {log:q} --spec {params.spec:q} --scores {input.scores:q} --markers {input.markers:q}"
-        " --out-stem {params.stem:q}"
+        " --counts {params.counts:q} --out-stem {params.stem:q}"
 
 
 rule figure:
@@ -31,10 +32,12 @@ rule figure:
     localrule: True
     params:
         spec=figure_spec,
+        style=studies.canonical_json(studies.load_style().model_dump(mode="json")),
         stem=lambda wildcards: f"{RESULTS}/figures/{wildcards.figure}",
+        counts=COUNTS,
     shell:
         "python -m erpo figure --log {log:q} --spec {params.spec:q} --scores {input.scores:q} --markers {input.markers:q}"
-        " --references {input.references:q} --out-stem {params.stem:q}"
+        " --references {input.references:q} --style {params.style:q} --counts {params.counts:q} --out-stem {params.stem:q}"
 
 
 rule tables:
@@ -66,9 +69,10 @@ rule report:
         spec=studies.canonical_json(studies.report_spec(STUDY)),
         tables=[f"{RESULTS}/tables/{name}" for name in STUDY.tables],
         figures=[f"{RESULTS}/figures/{name}" for name in STUDY.figures],
+        counts=COUNTS,
     shell:
         "python -m erpo report --log {log:q} --spec {params.spec:q} --tables {params.tables:q} --figures {params.figures:q}"
-        " --markers {input.markers:q} --scores {input.scores:q} --out {output:q}"
+        " --markers {input.markers:q} --scores {input.scores:q} --counts {params.counts:q} --out {output:q}"
 
 
 # Every run, table and figure is a target by its name.
