@@ -44,7 +44,7 @@ $(DEV_READY): pyproject.toml $(READY)
 	@touch $@
 
 demo: $(READY)
-	@$(BIN)/snakemake --cores $(CORES) --config study=$(STUDY) --quiet rules progress -- all
+	@$(BIN)/snakemake --cores $(CORES) --config study=$(STUDY) --quiet rules reason host -- all
 	@$(BIN)/python -m erpo headline --table $(RESULTS)/tables/main.csv
 	@echo
 	@echo "tables   $(RESULTS)/tables/"
@@ -52,7 +52,7 @@ demo: $(READY)
 	@echo "report   $(RESULTS)/report.html"
 
 methods: $(READY)
-	@$(BIN)/snakemake --cores $(CORES) --config study=methods --quiet rules progress -- all
+	@$(BIN)/snakemake --cores $(CORES) --config study=methods --quiet rules reason host -- all
 	@cat results/methods/tables/wrappers.md
 
 test: $(DEV_READY)
