@@ -39,10 +39,14 @@ logger = logging.getLogger(__name__)
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
-# DeepSpeed asks at every start whether the optimizer is this one; importing it sets up torch's compiler, which takes seconds.
-_muon = ModuleType("deepspeed.runtime.zero.muon.muon_optimizer")
-_muon.MuonWithAuxAdam = type("MuonWithAuxAdam", (torch.optim.Optimizer,), {})  # pyright: ignore
-sys.modules.setdefault(_muon.__name__, _muon)
+# DeepSpeed looks for the Muon optimizer at every start, and importing that sets up torch's compiler, which takes seconds.
+for _name, _content in {
+    "muon_optimizer": {"MuonWithAuxAdam": type("MuonWithAuxAdam", (torch.optim.Optimizer,), {})},
+    "original_muon": {"muon_update": None, "adam_update": None},
+}.items():
+    _module = ModuleType(f"deepspeed.runtime.zero.muon.{_name}")
+    vars(_module).update(_content)
+    sys.modules.setdefault(_module.__name__, _module)
 
 if not torch.cuda.is_available():
     # DeepSpeed would otherwise compile a C++ extension that only inference uses.

@@ -184,9 +184,8 @@ class Trainer:
                 row["time/total"] = time.monotonic() - step_begun
                 row["memory/peak_gib"] = _peak_memory_gib()
                 row = {key: value for key, value in row.items() if math.isfinite(value)}
-                self.log.metrics(step, row)
+                together(lambda s=step, r=row, e=experience: self._write(s, r, e), only_rank=0)
                 trackers.log(step, row)
-                self._table_of_samples(step, experience)
                 self._check_health(step, row)
                 self.walltime.saw_step(row["time/total"])
                 self.rewards_since_save.append(row.get("reward/mean", 0.0))
@@ -295,6 +294,10 @@ class Trainer:
             "rollout/logprob_gap_mean": (row.get("rollout/logprob_gap_mean", 0.0), machine.max_logprob_gap, gap),
             "grader/error_share": (row["grader/error_share"], machine.max_grader_error_share, "share of grader errors"),
         }
+
+    def _write(self, step: int, row: dict[str, float], experience: Experience) -> None:
+        self.log.metrics(step, row)
+        self._table_of_samples(step, experience)
 
     def _table_of_samples(self, step: int, experience: Experience) -> None:
         every = self.machine.samples_every

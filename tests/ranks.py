@@ -14,7 +14,9 @@ _OF_A_GROUP = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "LOCAL_SI
 
 os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
 _server = multiprocessing.get_context("forkserver")
-_server.set_forkserver_preload(["erpo.trainer", "transformers.models.qwen2.modeling_qwen2", "tests.ranks"])
+_server.set_forkserver_preload(
+    ["erpo.trainer", "transformers.models.qwen2.modeling_qwen2", "pandas", "pyarrow.dataset", "tests.ranks"]
+)
 
 
 def environment(**more: str) -> dict[str, str]:

@@ -1,29 +1,20 @@
 """The trainer: resumed equals uninterrupted, bit for bit; what should change nothing changes nothing; trouble is survived."""
 
 import json
-import os
-import signal
 import subprocess
 import sys
-import time
-from pathlib import Path
 
 import pytest
 import torch
 
 from erpo.trainer import UnhealthyRunError, train
-from tests.tiny import Place, make_place
+from tests import ranks
+from tests.tiny import Place, assert_equal_policies, make_place
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory) -> Place:
     return make_place(tmp_path_factory.mktemp("tiny"))
-
-
-def assert_equal_policies(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
-    assert a.keys() == b.keys()
-    for name in a:
-        assert torch.equal(a[name], b[name]), name
 
 
 def moved(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
@@ -143,67 +134,11 @@ def test_non_finite_weights_stop_the_run_and_are_never_saved(place, monkeypatch)
 # --- real processes ----------------------------------------------------------------------------------------------------
 
 
-def command(place: Place, name: str, step: int, **machine) -> list[str]:
-    arguments = place.arguments(name, step, METHODS["erpo"])
-    options = [part for key, value in machine.items() for part in (f"--{key.replace('_', '-')}", str(value))]
-    files = {
-        "model": "model_marker",
-        "queries": "queries_path",
-        "reference": "reference_marker",
-        "work": "work",
-        "marker": "marker",
-    }
-    return [
-        *(sys.executable, "-m", "erpo", "train", "--spec", json.dumps(arguments["spec"]), "--name", name, "--seed", "5"),
-        *("--step", str(step)),
-        *(part for option, key in files.items() for part in (f"--{option}", str(arguments[key]))),
-        *options,
-    ]
-
-
-def environment() -> dict[str, str]:
-    mine = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT"}  # of this process's own group
-    kept = {key: value for key, value in os.environ.items() if key not in mine}
-    return {**kept, "PYTHONPATH": str(Path(__file__).parents[1])}
-
-
-def test_kill_at_any_moment_then_the_same_command_gives_the_same_policy(place):
-    train(**place.arguments("steady", 8, METHODS["erpo"], save_every=1))
-    args = command(place, "killed", 8, save_every=1, keep_states=1)
-    metrics = place.root / "runs/killed/work/metrics.jsonl"
-    for wanted in (2, 5):
-        process = subprocess.Popen(args, env=environment(), stderr=subprocess.PIPE)
-        while process.poll() is None and (not metrics.exists() or metrics.read_text().count("\n") < wanted):
-            time.sleep(0.01)
-        time.sleep(0.02 * wanted)  # somewhere inside the save or the next step
-        process.kill()
-        process.wait()
-    assert subprocess.run(args, env=environment(), check=False).returncode == 0
-    assert_equal_policies(place.policy("steady", 8), place.policy("killed", 8))
-    assert place.rows("steady") == place.rows("killed")
-
-
-def test_a_signal_saves_leaves_with_the_resubmit_code_and_repeats_no_step(place):
-    args = command(place, "signalled", 40, save_every=100)
-    metrics = place.root / "runs/signalled/work/metrics.jsonl"
-    process = subprocess.Popen(args, env=environment(), stderr=subprocess.PIPE)
-    while process.poll() is None and not metrics.exists():
-        time.sleep(0.01)
-    process.send_signal(signal.SIGUSR1)
-    process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=120)
-    assert process.returncode == 75
-    done = len(place.rows("signalled"))
-    short = command(place, "signalled", done + 1, save_every=100)
-    assert subprocess.run(short, env=environment(), check=False).returncode == 0
-    rows = [json.loads(line) for line in metrics.read_text().splitlines()]
-    assert [(row["step"], row["attempt"]) for row in rows[-2:]] == [(done, 1), (done + 1, 2)]
-
-
 def test_missing_input_is_one_sentence_before_any_work(place):
-    args = command(place, "missing", 1)
-    args[args.index("--queries") + 1] = str(place.root / "nowhere.parquet")
-    found = subprocess.run(args, env=environment(), capture_output=True, text=True, check=False)
+    given = place.command("missing", 1, METHODS["erpo"])
+    given[given.index("--queries") + 1] = str(place.root / "nowhere.parquet")
+    command = [sys.executable, "-m", "erpo", *given]
+    found = subprocess.run(command, env=ranks.environment(), capture_output=True, text=True, check=False)
     assert found.returncode == 2
     assert "no queries at" in found.stderr.strip().splitlines()[-1]
     assert "Traceback" not in found.stderr

@@ -69,6 +69,16 @@ class Place:
             "marker": work / f"step{step}.json",
         }
 
+    def command(self, name: str, step: int, settings: dict[str, Any], folder: str | None = None, **machine: Any) -> list[str]:
+        """What follows `python -m erpo` to train so."""
+        given = self.arguments(name, step, settings, folder)
+        files = {"model": "model_marker", "queries": "queries_path", "reference": "reference_marker"}
+        files |= {"work": "work", "marker": "marker"}
+        options = {**{option: given[key] for option, key in files.items()}, "name": name, "seed": 5, "step": step}
+        options |= {key.replace("_", "-"): value for key, value in {"save_every": 2, "samples_every": 1, **machine}.items()}
+        pairs = [part for option, value in options.items() for part in (f"--{option}", str(value))]
+        return ["train", "--spec", json.dumps(given["spec"]), *pairs]
+
     def policy(self, folder: str, step: int) -> dict[str, torch.Tensor]:
         """Exported weights."""
         return load_file(self.root / "runs" / folder / "work" / "policies" / f"step{step}" / "model.safetensors")
@@ -84,6 +94,13 @@ class Place:
                 if not key.startswith(("time/", "tokens_per_second/", "memory/", "attempt"))
             }
         return found
+
+
+def assert_equal_policies(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
+    """Equal to the last bit."""
+    assert a.keys() == b.keys()
+    for name in a:
+        assert torch.equal(a[name], b[name]), name
 
 
 def make_place(root: Path) -> Place:
