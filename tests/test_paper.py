@@ -10,6 +10,7 @@ import pytest
 
 from erpo.config import Cell
 from erpo.paper.aggregate import read_facts
+from erpo.paper.notes import checkpoint_rule
 from erpo.paper.tables import headline, make_table
 from erpo.scores import write_scores
 from tests.synthetic import inputs_of, log_rows, make_results, study_with
@@ -261,3 +262,15 @@ def test_headline_names_the_winner_only_when_there_is_one(tmp_path):
     assert "no difference shown between erpo and grpo" in headline(tmp_path / "alike/tables/main.csv")
     with pytest.raises(ValueError, match="does not exist"):
         headline(tmp_path / "absent.csv")
+
+
+def test_seeds_are_named_by_run_where_runs_differ():
+    def rule(seeds: dict[str, range]) -> str:
+        cells = [(run, seed, 3) for run, found in seeds.items() for seed in found]
+        return checkpoint_rule({"cells": cells, "artefact": {"steps": None}})
+
+    assert rule({"grpo": range(3), "erpo": range(3)}) == (
+        "Checkpoints: the last step of each run (3), fixed before evaluation; seeds 0, 1 and 2."
+    )
+    assert rule({"grpo": range(3), "erpo": range(3), "no-kl": range(2)}).endswith("seeds 0, 1 and 2 (no-kl: 0 and 1).")
+    assert rule({"grpo": range(1)}).endswith("seed 0.")

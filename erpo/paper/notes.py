@@ -22,13 +22,22 @@ _RATES = {
 def checkpoint_rule(spec: dict[str, Any]) -> str:
     """How the checkpoints were chosen: never by their scores."""
     steps = sorted({step for _, _, step in spec["cells"]} - {0})
-    seeds = sorted({seed for _, seed, _ in spec["cells"]})
     if spec["artefact"]["steps"] is None:
         what = f"the last step of each run ({listed(steps)})" if steps else "untrained"
     else:
         what = f"steps {listed(steps)}"
-    plural = "seeds" if len(seeds) > 1 else "seed"
-    return f"Checkpoints: {what}, fixed before evaluation; {plural} {listed(seeds)}."
+    return f"Checkpoints: {what}, fixed before evaluation; {_seeds_rule(spec)}."
+
+
+def _seeds_rule(spec: dict[str, Any]) -> str:
+    """The seeds of most runs, and by name the runs that have others."""
+    seeds: dict[str, set[int]] = {}
+    for run, seed, _ in spec["cells"]:
+        seeds.setdefault(run, set()).add(seed)
+    sets = [tuple(sorted(found)) for found in seeds.values()]
+    usual = max(sets, key=lambda found: (sets.count(found), len(found)))
+    others = [f"{run}: {listed(found)}" for run, found in zip(seeds, sets, strict=True) if found != usual]
+    return f"seed{'s' if len(usual) > 1 else ''} {listed(usual)}" + (f" ({'; '.join(others)})" if others else "")
 
 
 def sampling_rule(spec: dict[str, Any]) -> str:
