@@ -38,3 +38,4 @@ rule all:
 
 onstart:
     refuse_missing_data()
+    refuse_wrong_site()

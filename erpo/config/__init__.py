@@ -17,6 +17,7 @@ from erpo.config.cells import (
 )
 from erpo.config.loading import load_study, resolve_runs, study_path
 from erpo.config.run import Fraction, Frozen, Machine, PositiveInt, RunConfig, canonical_json, digest, non_default, run_settings
+from erpo.config.site import SITE_FILE, SIZES, Nodes, Site, load_site, parse_site
 from erpo.config.specs import (
     RESULTS_VERSION,
     artefact_spec,
@@ -56,6 +57,8 @@ __all__ = [
     "NAME",
     "PROMPT_SUFFIX",
     "RESULTS_VERSION",
+    "SITE_FILE",
+    "SIZES",
     "Cell",
     "DataEntry",
     "Evaluation",
@@ -66,10 +69,12 @@ __all__ = [
     "Frozen",
     "Machine",
     "ModelEntry",
+    "Nodes",
     "PositiveInt",
     "PretrainedModel",
     "RunConfig",
     "Selection",
+    "Site",
     "Study",
     "SyntheticData",
     "SyntheticModel",
@@ -81,6 +86,7 @@ __all__ = [
     "digest",
     "drawn_spec",
     "generation_spec",
+    "load_site",
     "load_study",
     "load_style",
     "milestones",
@@ -89,6 +95,7 @@ __all__ = [
     "needs_training",
     "non_default",
     "overlap_spec",
+    "parse_site",
     "prepared_benchmark_spec",
     "queries_spec",
     "reference_spec",

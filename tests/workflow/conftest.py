@@ -89,7 +89,7 @@ def copy_workflow(folder: Path) -> Project:
     for name in ("slurm", "workstation"):
         (folder / name).symlink_to(os.readlink(ROOT / name))
     (folder / "erpo").mkdir()
-    for name in ("__init__.py",):
+    for name in ("__init__.py", "executor.py", "rates.py", "slurm.py"):
         shutil.copy2(ROOT / "erpo" / name, folder / "erpo")
     shutil.copytree(ROOT / "erpo" / "config", folder / "erpo" / "config")
     shutil.copy2(Path(__file__).with_name("stub_main.py"), folder / "erpo" / "__main__.py")

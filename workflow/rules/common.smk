@@ -8,15 +8,19 @@ import sys
 from pathlib import Path
 
 from erpo import config as studies
+from erpo import executor, rates, slurm
 
 # --- the study --------------------------------------------------------------------------------------------------------
 
 
 def chosen_study():
     """The study of `--config study=NAME`; a fault in it ends the program with one sentence."""
-    unknown = set(config) - {"study", "supersede"}
+    unknown = set(config) - {"study", "supersede", *studies.Site.model_fields}
     if unknown:
-        sys.exit(f"--config {sorted(unknown)[0]}=...: unknown; there are study=NAME (a file of config/) and supersede=RUN")
+        sys.exit(
+            f"--config {sorted(unknown)[0]}=...: unknown; there are study=NAME (a file of config/), supersede=RUN, "
+            f"and for a cluster {', '.join(studies.Site.model_fields)}"
+        )
     try:
         study = studies.load_study(str(config.get("study", "quickstart")))
     except ValueError as error:
@@ -27,8 +31,17 @@ def chosen_study():
     return study
 
 
+def chosen_site():
+    """Partitions, account and GPU type of the site file and of --config; a fault ends the program with one sentence."""
+    try:
+        return studies.parse_site(config)
+    except ValueError as error:
+        sys.exit(str(error))
+
+
 SUPERSEDED = set(filter(None, str(config.get("supersede", "")).split(",")))
 STUDY = chosen_study()
+SITE = chosen_site()
 RESULTS = f"results/{STUDY.name}"
 COUNTS = f"{RESULTS}/counts"  # of samples, by content of the scores files
 DATA_DIR = os.environ.get("ERPO_DATA") or STUDY.data_dir
@@ -230,15 +243,14 @@ def figure_spec(wildcards):
 
 # --- resources: speed and memory, by size of model; profiles and --set-resources override each of them -----------------
 
-_SIXTEEN_BILLION = 16.0
 _HOUR = 60
 
 MACHINES = {
     "small": {  # synthetic models: minutes on a CPU
-        "train": {"threads": 1, "mem_mb": 3000, "runtime": 2 * _HOUR, "gpu": 0},
-        "generate": {"threads": 1, "mem_mb": 3000, "runtime": _HOUR, "gpu": 0},
+        "train": {"threads": 1, "mem_mb": 3000, "gpu": 0, "notice": 60},
+        "generate": {"threads": 1, "mem_mb": 3000, "gpu": 0},
         "reference": {"threads": 1, "mem_mb": 3000, "runtime": _HOUR, "gpu": 0},
-        "score": {"threads": 1, "mem_mb": 2000, "runtime": _HOUR},
+        "score": {"threads": 1, "mem_mb": 2000, "runtime": _HOUR, "gpu": 0},
         "launcher": "python",
         "generator": "sampler",
         "rows": 512,
@@ -246,11 +258,11 @@ MACHINES = {
         "micro_batch_tokens": 2048,
         "activation_checkpointing": "false",
     },
-    "medium": {  # up to 16 billion parameters: one node of eight 80 GB GPUs trains, one GPU generates
-        "train": {"threads": 32, "mem_mb": 400000, "runtime": 24 * _HOUR, "gpu": 8},
-        "generate": {"threads": 8, "mem_mb": 64000, "runtime": 12 * _HOUR, "gpu": 1},
+    "medium": {  # up to 16 billion parameters: one node of 80 GB GPUs trains, one GPU generates
+        "train": {"threads": 32, "mem_mb": 400000, "gpu": SITE.gpus_per_node, "notice": 300},
+        "generate": {"threads": 8, "mem_mb": 64000, "gpu": 1},
         "reference": {"threads": 8, "mem_mb": 64000, "runtime": 2 * _HOUR, "gpu": 1},
-        "score": {"threads": 16, "mem_mb": 32000, "runtime": 4 * _HOUR},
+        "score": {"threads": 16, "mem_mb": 32000, "runtime": 4 * _HOUR, "gpu": 0},
         "launcher": "torchrun --standalone --nproc-per-node=gpu",
         "generator": "vllm",
         "rows": 512,
@@ -259,10 +271,10 @@ MACHINES = {
         "activation_checkpointing": "true",
     },
     "large": {  # above
-        "train": {"threads": 64, "mem_mb": 1400000, "runtime": 24 * _HOUR, "gpu": 8},
-        "generate": {"threads": 16, "mem_mb": 200000, "runtime": 24 * _HOUR, "gpu": 4},
-        "reference": {"threads": 16, "mem_mb": 200000, "runtime": 4 * _HOUR, "gpu": 4},
-        "score": {"threads": 16, "mem_mb": 32000, "runtime": 4 * _HOUR},
+        "train": {"threads": 64, "mem_mb": 1400000, "gpu": SITE.gpus_per_node, "notice": 600},
+        "generate": {"threads": 16, "mem_mb": 200000, "gpu": min(4, SITE.gpus_per_node)},
+        "reference": {"threads": 16, "mem_mb": 200000, "runtime": 4 * _HOUR, "gpu": min(4, SITE.gpus_per_node)},
+        "score": {"threads": 16, "mem_mb": 32000, "runtime": 4 * _HOUR, "gpu": 0},
         "launcher": "torchrun --standalone --nproc-per-node=gpu",
         "generator": "vllm",
         "rows": 512,
@@ -273,26 +285,86 @@ MACHINES = {
 }
 
 
-def size_of(model):
-    entry = STUDY.models[model]
-    if entry.kind == "synthetic":
-        return "small"
-    return "large" if (entry.parameters_billions or 0) > _SIXTEEN_BILLION else "medium"
+SIZES = {name: rates.size_of(STUDY, name) for name in MODELS}
+SEVERAL_NODES = [name for name, run in STUDY.runs.items() if run.steps > 0 and getattr(SITE.nodes, SIZES[run.model]) > 1]
+ONE_NODE = [name for name in STUDY.runs if name not in SEVERAL_NODES]
 
 
-SIZES = {name: size_of(name) for name in MODELS}
-
-
-def machine(*keys):
-    """Resource: the entry of MACHINES under these keys for the size of the job's model; one value where all sizes agree."""
-    values = {}
-    for model, size in SIZES.items():
-        values[model] = MACHINES[size]
-        for key in keys:
-            values[model] = values[model][key]
+def by_model(value):
+    """Resource: `value(size)` for the size of the job's model; one value where all sizes agree."""
+    values = {model: value(size) for model, size in SIZES.items()}
     if len(set(values.values())) == 1:
         return values.popitem()[1]
     return lambda wildcards: values[wildcards.get("model") or STUDY.runs[wildcards.run].model]
+
+
+def machine(*keys):
+    """Resource: the entry of MACHINES under these keys."""
+
+    def value(size):
+        found = MACHINES[size]
+        for key in keys:
+            found = found[key]
+        return found
+
+    return by_model(value)
+
+
+def placed(job):
+    """Resources that say where a job runs on a cluster, as far as the site file says it; keys without a value are left out."""
+    common = {"slurm_account": SITE.account, "qos": SITE.qos, "constraint": SITE.constraint}
+    found = {key: value for key, value in common.items() if value is not None}
+    gpus = [MACHINES[size][job]["gpu"] for size in SIZES.values()]
+    if any(SITE.partition_for(count) for count in gpus):
+        found["slurm_partition"] = by_model(lambda size: SITE.partition_for(MACHINES[size][job]["gpu"]) or "")
+    if any(gpus):
+        found["nodes"] = 1
+        if SITE.gpu_type is not None and all(gpus):
+            found["gpu_model"] = SITE.gpu_type
+    return found
+
+
+def spread():
+    """Resources of a training job on several nodes: one task per GPU (per node without GPUs), started by srun."""
+
+    def shape(size):
+        train, nodes = MACHINES[size]["train"], getattr(SITE.nodes, size)
+        tasks = max(train["gpu"], 1)
+        return train, nodes, tasks, max(train["threads"] // tasks, 1)
+
+    def launcher(size):
+        _, nodes, tasks, cores = shape(size)
+        asked = f"--nodes={nodes} --ntasks={nodes * tasks} --ntasks-per-node={tasks} --cpus-per-task={cores}"
+        return f"srun {asked} --kill-on-bad-exit=1 python"
+
+    found = {key: value for key, value in placed("train").items() if key not in ("nodes", "gpu_model")}
+    found |= {"mpi": "srun", "nodes": by_model(lambda size: shape(size)[1]), "launcher": by_model(launcher)}
+    found["cpus_per_task"] = by_model(lambda size: shape(size)[3])
+    if any(MACHINES[size]["train"]["gpu"] for size in SIZES.values()):
+        kind = f"gpu:{SITE.gpu_type}" if SITE.gpu_type else "gpu"
+        return {**found, "gres": f"{kind}:{SITE.gpus_per_node}", "tasks_per_node": SITE.gpus_per_node}
+    return {**found, "tasks": by_model(lambda size: shape(size)[1])}
+
+
+# Before the time limit training is told to save and stop (--signal without B: reaches the program, not the batch shell).
+NOTICE = by_model(lambda size: f"--signal=TERM@{MACHINES[size]['train']['notice']}")
+
+
+def training_minutes(wildcards):
+    """Time limit of a training job: what the rates say, with a margin."""
+    run = STUDY.runs[wildcards.run]
+    size = SIZES[run.model]
+    earlier = [step for step in MILESTONES[wildcards.run] if step < int(wildcards.step)]
+    gpus = MACHINES[size]["train"]["gpu"] * getattr(SITE.nodes, size)
+    seconds = rates.training_seconds(STUDY, wildcards.run, int(wildcards.step) - max(earlier, default=0), gpus, SITE.gpu_type)
+    return rates.limit_minutes(seconds)
+
+
+def generation_minutes(wildcards):
+    """Time limit of a sampling job."""
+    size = SIZES[STUDY.runs[wildcards.run].model]
+    gpus = MACHINES[size]["generate"]["gpu"]
+    return rates.limit_minutes(rates.generation_seconds(STUDY, wildcards.run, len(SHARDS[wildcards.shard]), gpus, SITE.gpu_type))
 
 
 def supersede(wildcards):
@@ -315,6 +387,23 @@ def refuse_missing_data():
         sys.exit(
             f"data files missing in {DATA_DIR}/: {', '.join(dict.fromkeys(missing))}; "
             "put them there, or set the environment variable ERPO_DATA to their folder"
+        )
+
+
+def refuse_wrong_site():
+    """Before a job is submitted to Slurm: end with a sentence for everything asked that this cluster does not have."""
+    if getattr(workflow.executor_plugin, "name", None) != "slurm":
+        return
+    requests = {
+        slurm.request_of(job.rule.name, job.resources, job.threads) for job in workflow.dag.needrun_jobs() if not job.is_local
+    }
+    try:
+        found = slurm.faults(sorted(requests, key=str), slurm.read_cluster())
+    except slurm.UnreachableError as error:
+        sys.exit(f"Slurm does not answer ({error}); look with `scontrol ping`, or run without --profile slurm")
+    if found:
+        sys.exit(
+            "\n".join([*found, "set it in profiles/slurm/site.yaml or with --config key=value; `python -m erpo doctor` checks it"])
         )
 
 
@@ -349,8 +438,14 @@ def forget_dead_lock():
 
 if workflow.is_main_process:
     forget_dead_lock()
+    if "snakemake_executor_plugin_slurm" in sys.modules:
+        executor.correct()
 
 if not workflow.deployment_settings.deployment_method:
     # Jobs run with the Python that runs Snakemake, activated or not.
     _bin = shlex.quote(str(Path(sys.executable).parent)).replace("{", "{{").replace("}", "}}")
-    shell.prefix(f'set -euo pipefail; export PATH={_bin}:"$PATH"; ')
+    _prefix = f'set -euo pipefail; export PATH={_bin}:"$PATH"; '
+    if SITE.cache:
+        _cache = shlex.quote(str(Path(SITE.cache).expanduser().absolute())).replace("{", "{{").replace("}", "}}")
+        _prefix += f"export HF_HOME={_cache} HF_HUB_OFFLINE={0 if workflow.is_main_process else 1}; "
+    shell.prefix(_prefix)

@@ -9,8 +9,9 @@ rule prepare_model:
         model=SYNTHETIC_MODELS,
     threads: machine("train", "threads")
     resources:
+        **placed("train"),
         mem_mb=machine("train", "mem_mb"),
-        runtime=machine("train", "runtime"),
+        runtime=2 * _HOUR,
     params:
         spec=model_spec,
         folder=subpath(output.marker, strip_suffix=".json"),
@@ -108,6 +109,7 @@ rule cache_reference:
         "<benchmarks>/cache_reference/{model}/{train_set}.tsv"
     threads: machine("reference", "threads")
     resources:
+        **placed("reference"),
         mem_mb=machine("reference", "mem_mb"),
         runtime=machine("reference", "runtime"),
         gpu=machine("reference", "gpu"),

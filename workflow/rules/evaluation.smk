@@ -11,8 +11,9 @@ rule generate:
         "<benchmarks>/generate/{run}/seed{seed}/step{step}/{shard}.tsv"
     threads: machine("generate", "threads")
     resources:
+        **placed("generate"),
         mem_mb=machine("generate", "mem_mb"),
-        runtime=machine("generate", "runtime"),
+        runtime=generation_minutes,
         gpu=machine("generate", "gpu"),
         generator=machine("generator"),
         batch_rows=machine("rows"),
@@ -37,6 +38,7 @@ rule score:
         "<benchmarks>/score/{run}/seed{seed}/step{step}.tsv"
     threads: machine("score", "threads")
     resources:
+        **placed("score"),
         mem_mb=machine("score", "mem_mb"),
         runtime=machine("score", "runtime"),
     params:

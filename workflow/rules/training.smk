@@ -8,10 +8,13 @@ rule train:
         "<logs>/train/{run}/seed{seed}/step{step}.log",
     benchmark:
         "<benchmarks>/train/{run}/seed{seed}/step{step}.tsv"
+    wildcard_constraints:
+        run=one_of(ONE_NODE),
     threads: machine("train", "threads")
     resources:
+        **placed("train"),
         mem_mb=machine("train", "mem_mb"),
-        runtime=machine("train", "runtime"),
+        runtime=training_minutes,
         gpu=machine("train", "gpu"),
         launcher=machine("launcher"),
         generator=machine("generator"),
@@ -20,6 +23,7 @@ rule train:
         activation_checkpointing=machine("activation_checkpointing"),
         save_every=STUDY.save_every,
         supersede=supersede,
+        slurm_extra=NOTICE,
     params:
         spec=run_spec,
         folder=subpath(output.marker, parent=True),
@@ -31,3 +35,20 @@ rule train:
         " --micro-batch-tokens {resources.micro_batch_tokens}"
         " --activation-checkpointing {resources.activation_checkpointing}"
         " --save-every {resources.save_every} --supersede {resources.supersede}"
+
+
+# The same on several nodes: one task per GPU, each of them a rank that finds the others through Slurm's variables.
+use rule train as train_across_nodes with:
+    wildcard_constraints:
+        run=one_of(SEVERAL_NODES),
+    resources:
+        **spread(),
+        mem_mb=machine("train", "mem_mb"),
+        runtime=training_minutes,
+        generator=machine("generator"),
+        zero_stage=machine("zero_stage"),
+        micro_batch_tokens=machine("micro_batch_tokens"),
+        activation_checkpointing=machine("activation_checkpointing"),
+        save_every=STUDY.save_every,
+        supersede=supersede,
+        slurm_extra=NOTICE,

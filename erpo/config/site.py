@@ -1,0 +1,99 @@
+"""A cluster in a dozen settings: where jobs may run there. Read from profiles/slurm/site.yaml; nothing here is part of a spec."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import yaml
+from pydantic import Field, ValidationError, model_validator
+
+from erpo.config.run import Frozen, PositiveInt
+
+SITE_FILE = Path("profiles/slurm/site.yaml")
+"""The site file of the Slurm profile, relative to the project."""
+
+SIZES = ("small", "medium", "large")
+"""Sizes of models as machines see them: synthetic, up to 16 billion parameters, larger."""
+
+_WORD = r"^[A-Za-z0-9_.@:+-]+(,[A-Za-z0-9_.@:+-]+)*$"
+_Name = Annotated[str, Field(pattern=_WORD)]
+
+
+class Nodes(Frozen):
+    """Nodes of one training job, by size of the model."""
+
+    small: PositiveInt = 1
+    """Synthetic models."""
+    medium: PositiveInt = 1
+    """Up to 16 billion parameters."""
+    large: PositiveInt = 1
+    """Larger models."""
+
+
+class Site(Frozen):
+    """Names of this cluster's parts. Unset: the cluster's own default."""
+
+    partition: _Name | None = None
+    """Partition of jobs without GPUs."""
+    gpu_partition: _Name | None = None
+    """Partition of jobs with GPUs; unset: the same."""
+    account: _Name | None = None
+    """Account that pays."""
+    qos: _Name | None = None
+    """Quality of service."""
+    constraint: Annotated[str, Field(pattern=r"^[^\s'\"`$\\;]+$")] | None = None
+    """Node features a job needs (sbatch --constraint)."""
+    gpu_type: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.]+$")] | None = None
+    """Type of GPU as `sinfo -o %G` names it (gpu:TYPE:8)."""
+    gpus_per_node: PositiveInt = 8
+    """GPUs of a node that a training job takes."""
+    nodes: Nodes = Nodes()
+    """Nodes of one training job."""
+    cache: str | None = None
+    """Folder for downloaded models, seen by all nodes; set: compute nodes are told to stay offline."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _numbers_are_names(cls, values: Any) -> Any:
+        """YAML and the command line read account 123456 as a number."""
+        names = {"partition", "gpu_partition", "account", "qos", "constraint", "gpu_type"}
+        return {key: str(value) if key in names and isinstance(value, int) else value for key, value in values.items()}
+
+    def partition_for(self, gpus: int) -> str | None:
+        """Partition of a job with this many GPUs; None: the cluster's default."""
+        return (self.gpu_partition or self.partition) if gpus else self.partition
+
+
+def parse_site(settings: dict[str, Any], origin: str = str(SITE_FILE)) -> Site:
+    """The site that these settings describe; other keys of a Snakemake configuration are left aside.
+
+    Raises:
+        ValueError: one sentence that names key and value.
+    """
+    given = {key: value for key, value in settings.items() if key in Site.model_fields and value is not None}
+    if isinstance(given.get("nodes"), dict):
+        given["nodes"] = {size: int(count) if str(count).isdigit() else count for size, count in given["nodes"].items()}
+    try:
+        return Site(**given)
+    except ValidationError as error:
+        fault = error.errors()[0]
+        key = ".".join(str(part) for part in fault["loc"])
+        raise ValueError(f"{origin}: {key}: {fault['msg']}, found {fault['input']!r}") from error
+
+
+def load_site(path: Path = SITE_FILE, **changes: Any) -> Site:
+    """The site of a file, with changes from the command line; no file is an empty site.
+
+    Raises:
+        ValueError: the file is not a mapping of known keys, or a value is unusable.
+    """
+    if not path.is_file():
+        return parse_site(changes)
+    settings = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    if not isinstance(settings, dict):
+        raise ValueError(f"{path}: expected lines of the form key: value")
+    unknown = set(settings) - set(Site.model_fields) - {"study", "supersede"}
+    if unknown:
+        raise ValueError(f"{path}: unknown key {sorted(unknown)[0]}; there are: study, {', '.join(Site.model_fields)}")
+    return parse_site({**settings, **changes}, str(path))

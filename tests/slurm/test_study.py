@@ -1,0 +1,80 @@
+"""A small study through a real Slurm: the same numbers as a local run, resources honoured, names and logs that a person can use."""
+
+import json
+
+import pytest
+
+from tests.slurm.conftest import Clone, make_clone
+
+TARGET = ["all", "--config", "study=trial"]
+
+
+@pytest.fixture(scope="module")
+def run_through_slurm(tmp_path_factory, cluster, undisturbed) -> Clone:
+    """A fresh clone in which the study was run through the queue; training asks for two fake GPUs on the GPU partition."""
+    clone = make_clone(tmp_path_factory.mktemp("through slurm") / "erpo", cluster)
+    extra = ["--set-resources", "train:gpu=2", "train:gpu_model=a100", "train:slurm_partition=gpu", "train:runtime=7"]
+    assert clone.run(*SHORT, *extra) == 0, clone.said()[-3000:]
+    return clone
+
+
+SHORT = ["main", "drift", "--config", "study=trial"]
+
+
+def test_the_tables_are_those_of_a_local_run(run_through_slurm, undisturbed):
+    assert run_through_slurm.tables()["main.csv"] == undisturbed.tables()["main.csv"]
+    marker = "results/trial/runs/erpo/seed0/step4.json"
+    hashes = [json.loads(clone.path(marker).read_text())["policy_hash"] for clone in (run_through_slurm, undisturbed)]
+    assert hashes[0] == hashes[1]
+
+
+def test_the_queue_shows_names_and_resources(run_through_slurm, cluster):
+    jobs = {job["name"]: job for job in cluster.jobs() if job["state"] == "COMPLETED"}
+    assert {"prepare_model-tiny", "cache_reference-tiny-train", "train-erpo-0-4", "score-erpo-0-4"} <= set(jobs)
+    train, score = jobs["train-erpo-0-4"], jobs["score-erpo-0-4"]
+    assert (train["partition"], train["memory"], train["cpus"], train["limit"]) == ("gpu", "3000M", "1", "7:00")
+    assert (score["partition"], score["memory"], score["limit"]) == ("cpu", "2000M", "1:00:00")
+    assert "TresPerJob=gres:gpu:a100:2" in cluster.client("scontrol", "show", "job", train["id"])
+
+
+def test_logs_of_the_queue_are_kept(run_through_slurm):
+    logs = sorted(run_through_slurm.path("logs/slurm").glob("rule_train/*/*.log"))
+    assert len(logs) == 1
+    assert "train erpo seed 0" in logs[0].read_text()
+
+
+def test_nothing_is_left_to_do(run_through_slurm):
+    assert run_through_slurm.run("-n", *SHORT) == 0
+    assert "Nothing to be done" in run_through_slurm.said()
+
+
+@pytest.mark.parametrize(
+    ("setting", "sentence"),
+    [
+        ("partition=gpus", "partition 'gpus' does not exist; there are: cpu, gpu, short"),
+        ("account=lab", "account 'lab': this cluster keeps no accounts; leave it out"),
+        ("constraint=nvlink", "constraint 'nvlink' is no feature of a node; there are: none"),
+        ("partition=short", "partition short allows 5 minutes, asked are 120; --set-resources prepare_model:runtime=5"),
+    ],
+)
+def test_what_the_cluster_does_not_have_is_said_before_submission(clone, setting, sentence):
+    before = len(clone.cluster.jobs())
+    assert clone.run(*TARGET, setting) != 0
+    assert sentence in clone.said()
+    assert "Traceback" not in clone.said()
+    assert len(clone.cluster.jobs()) == before
+
+
+def test_a_gpu_type_that_no_node_has_is_said_before_submission(clone):
+    extra = ["--set-resources", "train:gpu=1", "train:gpu_model=h100"]
+    assert clone.run(*TARGET, *extra) != 0
+    assert "gpu_type 'h100' does not exist; there are: a100" in clone.said()
+
+
+def test_a_failing_job_shows_its_log(clone):
+    clone.path("erpo/warm_start.py").write_text("raise RuntimeError('on purpose')\n")
+    assert clone.run("data", "--config", "study=trial", "--retries", "1") != 0
+    assert clone.said().count("on purpose") >= 2
+    assert "SLURM status is: 'FAILED'" in clone.said()
+    names = [job["name"] for job in clone.cluster.jobs() if job["state"] == "FAILED"]
+    assert names[-2:] == ["prepare_model-tiny"] * 2, "one attempt and one retry, each a job of its own"
