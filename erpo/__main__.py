@@ -7,11 +7,12 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from erpo import __version__
+from erpo.options import add_machine_options, flag, machine_of
 
 _BAD_INPUT = 2
 
@@ -92,13 +93,15 @@ def cache_reference(args: argparse.Namespace) -> None:
 def train(args: argparse.Namespace) -> None:
     """Train a run up to a milestone."""
     from erpo.config import RunConfig
+    from erpo.slurm import note_job_end
     from erpo.trainer import train as run
 
+    note_job_end()
     spec = json.loads(args.spec)
     run(
         spec=spec,
         run=RunConfig(**spec["run"]),
-        machine=_machine(args),
+        machine=machine_of(args),
         name=args.name,
         seed=args.seed,
         step=args.step,
@@ -212,11 +215,38 @@ def schema(args: argparse.Namespace) -> None:
 
 
 def status(args: argparse.Namespace) -> None:
-    """One line per training run: step, rate, ETA, last save."""
+    """Training runs (step, rate, ETA, last save) and this user's jobs in the queue."""
     from erpo.progress import describe_status
+    from erpo.slurm import describe_queue
 
-    for line in describe_status(args.results):
-        print(line)
+    _say([*describe_status(args.results), *describe_queue()])
+
+
+def plan(args: argparse.Namespace) -> None:
+    """Jobs of a target with their reasons, GPU-hours, wall time and disk, before anything is spent."""
+    from erpo.plan import make_plan
+
+    lines, refusal = make_plan(
+        args.targets,
+        args.config,
+        profile=None if args.profile == "none" else args.profile,
+        gpus=args.gpus,
+        budget_gpu_hours=args.budget_gpu_hours,
+        confirmed=args.yes,
+        each_job=args.jobs,
+    )
+    _say(lines)
+    if refusal:
+        raise ValueError(refusal)
+
+
+def doctor(args: argparse.Namespace) -> int:
+    """Whether cluster, storage, models, data and libraries are ready for a study, and the fix for what is not."""
+    from erpo.doctor import check
+
+    lines, faults = check(args.config, profile=args.profile, on_node=args.on_node)
+    _say(lines)
+    return 1 if faults else 0
 
 
 def inspect(args: argparse.Namespace) -> None:
@@ -233,6 +263,10 @@ def inspect(args: argparse.Namespace) -> None:
         **filters,
     ):
         print(text)
+
+
+def _say(lines: list[str]) -> None:
+    print("\n".join(lines))
 
 
 # --- shared readings of arguments --------------------------------------------------------------------------------------
@@ -256,80 +290,12 @@ def _data_dir(args: argparse.Namespace) -> Path:
     return Path(os.environ.get("ERPO_DATA") or args.data_dir)
 
 
-def _machine(args: argparse.Namespace) -> Any:
-    from erpo.config import Machine
-
-    given = {key: getattr(args, key) for key in Machine.model_fields if getattr(args, key) is not None}
-    return Machine(**{**_machine_of_environment(Machine.model_fields), **given})
-
-
-def _machine_of_environment(known: Iterable[str]) -> dict[str, Any]:
-    """Settings of ERPO_MACHINE ("trackers=tensorboard collapse_watch=stop"), for jobs whose command a workflow writes."""
-    found = {}
-    for part in os.environ.get("ERPO_MACHINE", "").split():
-        key, sign, value = part.partition("=")
-        if not sign or key not in known:
-            raise ValueError(f"ERPO_MACHINE: {part!r} is not KEY=VALUE with one of {', '.join(known)}")
-        try:
-            found[key] = _MACHINE_OPTIONS[key](value)
-        except (ValueError, argparse.ArgumentTypeError) as error:
-            raise ValueError(f"ERPO_MACHINE: {part!r}: {error}") from error
-    return found
-
-
-def _machine_options(parser: argparse.ArgumentParser) -> None:
-    """One option per Machine setting, values checked by the model itself."""
-    for key, kind in _MACHINE_OPTIONS.items():
-        parser.add_argument(f"--{key.replace('_', '-')}", type=kind, default=None)
-
-
-def _flag(text: str) -> bool:
-    if text.lower() not in ("true", "false"):
-        raise argparse.ArgumentTypeError(f"expected true or false, found {text!r}")
-    return text.lower() == "true"
-
-
-def _names(text: str) -> tuple[str, ...]:
-    return tuple(filter(None, text.split(",")))
-
-
-_MACHINE_OPTIONS: dict[str, Callable[[str], Any]] = {
-    "zero_stage": int,
-    "micro_batch_tokens": int,
-    "offload_optimizer": _flag,
-    "offload_parameters": _flag,
-    "activation_checkpointing": _flag,
-    "generator": str,
-    "tensor_parallel": int,
-    "engine_memory": float,
-    "rollout_rows": int,
-    "save_every": int,
-    "keep_states": int,
-    "keep_milestone_states": _flag,
-    "keep_best_state": _flag,
-    "time_limit_minutes": float,
-    "samples_every": int,
-    "max_logprob_gap": float,
-    "max_grader_error_share": float,
-    "max_skipped_updates": int,
-    "collapse_watch": str,
-    "collapse_window": int,
-    "min_entropy_share": float,
-    "min_reward_share": float,
-    "max_length_factor": float,
-    "max_query_kl": float,
-    "trackers": _names,
-    "deterministic": _flag,
-    "grading_workers": int,
-}
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="erpo", description="Environment-Regularized Policy Optimization.")
     parser.add_argument("--version", action="version", version=__version__)
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
 
-    def verb(action: Callable[[argparse.Namespace], None], *options: str) -> argparse.ArgumentParser:
+    def verb(action: Callable[[argparse.Namespace], int | None], *options: str) -> argparse.ArgumentParser:
         sub = verbs.add_parser(action.__name__.replace("_", "-"), help=(action.__doc__ or "").splitlines()[0])
         sub.set_defaults(action=action)
         sub.add_argument("--log", type=Path, help="file that receives the log")
@@ -358,6 +324,17 @@ def _parser() -> argparse.ArgumentParser:
     verb(regrade, "scores", "markers*", "benchmarks*", "store")
     verb(schema).add_argument("--check", action="store_true", help="fail if the generated files are stale")
     verb(status).add_argument("results", type=Path, nargs="?", default=Path("results"))
+    ahead = verb(plan)
+    ahead.add_argument("targets", nargs="*", help="as for Snakemake; none: all")
+    ahead.add_argument("--gpus", type=int, help="GPUs that may be used at once, for the wall time")
+    ahead.add_argument("--budget-gpu-hours", type=float, help="refuse above it")
+    ahead.add_argument("--yes", action="store_true", help="above the budget too")
+    ahead.add_argument("--jobs", action="store_true", help="every job with its reason")
+    health = verb(doctor)
+    health.add_argument("--on-node", action="store_true", help="start Python on a compute node too (through srun)")
+    for sub in (ahead, health):
+        sub.add_argument("--config", nargs="*", default=[], help="study=NAME and site settings, as for Snakemake")
+        sub.add_argument("--profile", default="slurm", help="slurm, another profile, or none")
     look = verb(inspect, "markers*", "benchmarks*", "store")
     for option, kind in (("benchmark", str), ("temperature", float), ("verdict", str)):
         look.add_argument(f"--{option}", type=kind)
@@ -377,8 +354,8 @@ def _extra_options(action: Callable[[argparse.Namespace], None], sub: argparse.A
         sub.add_argument("--step", type=int, required=True)
         sub.add_argument("--name", required=True)
         sub.add_argument("--previous", type=Path, nargs="*", help="marker of the milestone before (orders the jobs)")
-        sub.add_argument("--supersede", type=_flag, default=False, help="true: move work made under other settings aside")
-        _machine_options(sub)
+        sub.add_argument("--supersede", type=flag, default=False, help="true: move work made under other settings aside")
+        add_machine_options(sub)
     if action is generate:
         sub.add_argument("--generator", choices=("sampler", "vllm"), default="sampler")
         sub.add_argument("--batch-rows", type=int, default=512)
@@ -401,7 +378,7 @@ def main(arguments: list[str] | None = None) -> int:
     args = _parser().parse_args(arguments)
     _start_log(args.log)
     try:
-        args.action(args)
+        return args.action(args) or 0
     except ValueError as error:
         logging.getLogger("erpo").debug("refused", exc_info=True)
         sys.stderr.write(f"erpo {args.verb}: {error}\n")
@@ -411,7 +388,6 @@ def main(arguments: list[str] | None = None) -> int:
     except Exception:  # logged and raised again
         logging.getLogger("erpo").exception("%s failed", args.verb)
         raise
-    return 0
 
 
 if __name__ == "__main__":

@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Literal
 
 from erpo import rates, slurm
-from erpo.config import FileData, PretrainedModel, Site, Study, milestones, seeds_of
+from erpo.config import FileData, PretrainedModel, Site, Study, default_study, load_site, load_study, milestones, seeds_of
 
 _GIB = 2**30
 _REACH_SECONDS = 3.0
+_NODE_SECONDS = 300.0
 _LOCAL_FILE_SYSTEMS = {"tmpfs", "ramfs", "overlay"}
 _NETWORK_FILE_SYSTEMS = {"nfs", "nfs4", "lustre", "gpfs", "beegfs", "ceph", "cifs", "fuse.glusterfs", "panfs", "wekafs", "virtiofs"}
 
@@ -242,6 +243,23 @@ def start_on_node(site: Site, seconds: float) -> Finding:
             "fault", "a compute node starts torch but sees no GPU", "driver and CUDA build of torch; site.yaml: gpu_partition"
         )
     return Finding("ok", f"a compute node starts torch and sees: {' '.join(answer[-1:])}")
+
+
+def check(settings: Sequence[str], *, profile: str = "slurm", on_node: bool = False) -> tuple[list[str], int]:
+    """Lines of the report and the number of faults, for `key=value` settings as Snakemake takes them.
+
+    Raises:
+        ValueError: an unknown study, or a site setting that cannot be.
+    """
+    given = dict(text.split("=", 1) for text in settings if "=" in text)
+    on_slurm = profile != "none"
+    site = load_site(**{key: value for key, value in given.items() if key in Site.model_fields}) if on_slurm else Site()
+    study = load_study(given.get("study") or default_study(on_slurm))
+    data_dir = Path(os.environ.get("ERPO_DATA") or study.data_dir)
+    findings = examine(study, site, results=Path("results"), data_dir=data_dir, on_slurm=on_slurm)
+    if on_node and on_slurm:
+        findings.append(start_on_node(site, _NODE_SECONDS))
+    return [f"study {study.name}", *report(findings)], sum(finding.state == "fault" for finding in findings)
 
 
 def report(findings: Sequence[Finding]) -> list[str]:

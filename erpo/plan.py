@@ -25,7 +25,7 @@ def make_plan(
     budget_gpu_hours: float | None = None,
     confirmed: bool = False,
     each_job: bool = False,
-) -> list[str]:
+) -> tuple[list[str], str | None]:
     """Lines that say what a target would do and cost.
 
     Args:
@@ -37,12 +37,15 @@ def make_plan(
         confirmed: the user said yes.
         each_job: name every job, not only the groups.
 
+    Returns:
+        The lines, and a sentence that refuses what is above the budget, if it is.
+
     Raises:
-        ValueError: Snakemake refuses, or the plan is above the budget.
+        ValueError: Snakemake refuses the targets or settings.
     """
     jobs = read_jobs(dry_run(targets, settings, profile))
     if not jobs:
-        return ["nothing to do: every result is there"]
+        return ["nothing to do: every result is there"], None
     study = load_study(next(path.split("/")[1] for path in jobs[0].outputs))
     site = load_site(**{key: value for key, value in _pairs(settings) if key in Site.model_fields}) if profile else Site()
     results = Path("results") / study.name
@@ -53,12 +56,10 @@ def make_plan(
     if each_job:
         lines += ["", *(f"{job.outputs[0]}: {why(job)}" for job in jobs)]
     total = sum(cost.gpu_hours for cost in costs)
-    if budget_gpu_hours is not None and total > budget_gpu_hours and not confirmed:
-        raise ValueError(
-            f"{total:,.0f} GPU-hours planned, above the budget of {budget_gpu_hours:,.0f}; "
-            "name fewer targets, or confirm with --yes"
-        )
-    return lines
+    if budget_gpu_hours is None or total <= budget_gpu_hours or confirmed:
+        return lines, None
+    over = f"{total:,.0f} GPU-hours planned, above the budget of {budget_gpu_hours:,.0f}"
+    return lines, f"{over}; name fewer targets, or confirm with --yes"
 
 
 def _pairs(settings: Sequence[str]) -> list[tuple[str, str]]:
@@ -86,9 +87,8 @@ def _totals(jobs: Sequence[Job], costs: Sequence[Cost], gpus: int | None) -> lis
     chain = longest_chain(jobs, costs)
     lines = [f"{len(jobs)} jobs, {gpu_hours:,.0f} GPU-hours; the longest chain of jobs takes {clock(chain)}"]
     if gpus:
-        lines.append(
-            f"on {gpus} GPUs at once: about {clock(max(chain, gpu_hours * rates.HOUR_SECONDS / gpus))}, waiting in the queue not counted"
-        )
+        seconds = max(chain, gpu_hours * rates.HOUR_SECONDS / gpus)
+        lines.append(f"on {gpus} GPUs at once: about {clock(seconds)}, waiting in the queue not counted")
     lines.append(f"disk: about {sum(cost.disk_bytes for cost in costs) / _GIB:,.1f} GiB more")
     return lines
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import getpass
+import logging
+import os
 import re
 import shutil
 import subprocess
@@ -13,6 +15,9 @@ from typing import Any
 
 _SECONDS = 8.0
 _MINUTES_PER_DAY = 24 * 60
+_LAST_COLUMN = 6
+
+logger = logging.getLogger(__name__)
 
 
 class UnreachableError(RuntimeError):
@@ -242,8 +247,9 @@ class Job:
 
     id: str
     state: str
-    rule: str
-    """Rule and wildcards, as Snakemake notes them in the comment."""
+    comment: str
+    name: str
+    """Rule and wildcards."""
     elapsed: str
     limit: str
     where: str
@@ -256,9 +262,9 @@ def own_jobs() -> list[Job]:
     Raises:
         UnreachableError: the controller does not answer.
     """
-    lines = ask("squeue", "-h", "-u", getpass.getuser(), "-o", "%i|%T|%k|%M|%l|%R").splitlines()
-    jobs = [Job(*line.split("|", 5)) for line in lines if line.count("|") >= 5]
-    return [job for job in jobs if job.rule.startswith(("rule_", "group_"))]
+    lines = ask("squeue", "-h", "-u", getpass.getuser(), "-o", "%i|%T|%k|%j|%M|%l|%R").splitlines()
+    jobs = [Job(*line.split("|", 6)) for line in lines if line.count("|") >= 5]
+    return [job for job in jobs if job.comment.startswith(("rule_", "group_"))]
 
 
 def job_end(job_id: str) -> float | None:
@@ -272,3 +278,29 @@ def job_end(job_id: str) -> float | None:
         return datetime.fromisoformat(text).timestamp()
     except ValueError:
         return None
+
+
+def note_job_end() -> None:
+    """Inside a Slurm job: tell the trainer when it ends (ERPO_END_TIME), where Slurm's own variable is too new or was dropped."""
+    job = os.environ.get("SLURM_JOB_ID")
+    if not job or os.environ.get("ERPO_END_TIME") or os.environ.get("SLURM_JOB_END_TIME"):
+        return
+    try:
+        end = job_end(job)
+    except UnreachableError as error:
+        logger.warning("the job's end is unknown (%s): only the signal before the time limit will stop it in time", error)
+        return
+    if end is not None:
+        os.environ["ERPO_END_TIME"] = str(end)
+
+
+def describe_queue() -> list[str]:
+    """One line per job of a workflow in the queue; nothing where there is no Slurm."""
+    if not is_installed():
+        return []
+    try:
+        jobs = own_jobs()
+    except UnreachableError as error:
+        return [f"the queue is unknown: {error}"]
+    lines = [f"{job.id}: {job.name}, {job.state.lower()}, {job.elapsed} of {job.limit}, {job.where}" for job in jobs]
+    return lines or ["no job in the queue"]

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import yaml
-from pydantic import Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from erpo.config.run import Frozen, PositiveInt
+from erpo.config.run import PositiveInt
 
 SITE_FILE = Path("profiles/slurm/site.yaml")
 """The site file of the Slurm profile, relative to the project."""
@@ -20,8 +20,10 @@ _WORD = r"^[A-Za-z0-9_.@:+-]+(,[A-Za-z0-9_.@:+-]+)*$"
 _Name = Annotated[str, Field(pattern=_WORD)]
 
 
-class Nodes(Frozen):
+class Nodes(BaseModel):
     """Nodes of one training job, by size of the model."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
     small: PositiveInt = 1
     """Synthetic models."""
@@ -31,8 +33,10 @@ class Nodes(Frozen):
     """Larger models."""
 
 
-class Site(Frozen):
-    """Names of this cluster's parts. Unset: the cluster's own default."""
+class Site(BaseModel):
+    """Names of this cluster's parts. Unset: the cluster's own default. An account may be made of digits alone."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
     partition: _Name | None = None
     """Partition of jobs without GPUs."""
@@ -97,3 +101,9 @@ def load_site(path: Path = SITE_FILE, **changes: Any) -> Site:
     if unknown:
         raise ValueError(f"{path}: unknown key {sorted(unknown)[0]}; there are: study, {', '.join(Site.model_fields)}")
     return parse_site({**settings, **changes}, str(path))
+
+
+def default_study(on_slurm: bool) -> str:
+    """The study that is meant where none is named: the site file's on a cluster, quickstart elsewhere."""
+    settings = yaml.safe_load(SITE_FILE.read_text(encoding="utf-8")) if on_slurm and SITE_FILE.is_file() else None
+    return str((settings or {}).get("study") or "quickstart")

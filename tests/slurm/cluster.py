@@ -1,4 +1,4 @@
-"""A whole Slurm cluster on one machine, for tests: a controller, node daemons on loopback and fake GPUs, with or without accounting.
+"""A whole Slurm cluster on one machine, for tests: controller, node daemons on loopback, fake GPUs, accounting if wanted.
 
     python tests/slurm/cluster.py up [--accounting] [--nodes 2]      python tests/slurm/cluster.py down
 

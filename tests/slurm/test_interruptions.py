@@ -1,4 +1,4 @@
-"""What clusters do to a training job. Each time the last table is that of an undisturbed run, at most one save interval is repeated."""
+"""What clusters do to a training job. The table at the end is that of an undisturbed run, at most one save interval is repeated."""
 
 import json
 import os
