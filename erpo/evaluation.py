@@ -56,6 +56,9 @@ MAX_CHUNK_ROWS = 8192
 CHUNK_SECONDS = 300.0
 """A part should take about this long: what a kill can cost."""
 
+_VLLM_MEMORY = 0.9
+"""Share of GPU memory for vLLM, which has the GPU to itself here."""
+
 _GRADING_PACKAGES = ("erpo", "math-verify", "latex2sympy2-extended", "sympy", "pyarrow")
 
 
@@ -69,6 +72,8 @@ class _Session:
     max_tokens: int
     engine: str
     batch_rows: int
+    longest_prompt: int
+    tensor_parallel: int
     tokenizer: Any = field(init=False)
     stop_ids: tuple[int, ...] = field(init=False)
     _generator: Generator | None = field(init=False, default=None)
@@ -94,12 +99,19 @@ class _Session:
                     f"{self.policy} has the content hash {found}, but its marker says {self.policy_hash}: the checkpoint was "
                     "changed; make it again (delete the marker and run the step that makes it)"
                 )
-            self._generator = _open_generator(self.engine, self.policy, self.batch_rows)
+            if self.engine == "vllm":
+                self._generator = _open_vllm(self.policy, self.longest_prompt + self.max_tokens, self.tensor_parallel)
+            else:
+                self._generator = _open_sampler(self.policy, self.batch_rows)
         return self._generator
 
     @property
     def about(self) -> dict[str, str]:
         """What samples, for the metadata of the parts."""
+        if self.engine == "vllm":
+            from erpo.vllm_engine import vllm_version
+
+            return {"name": self.engine, "torch": version("torch"), "vllm": vllm_version()}
         return {"name": self.engine, "torch": version("torch")}
 
     def sample(self, wanted: Sequence[Asked], temperature: float, bar: tqdm) -> list[Drawn]:
@@ -136,6 +148,7 @@ def generate_samples(
     generator: str = "sampler",
     keep_token_ids: bool = True,
     batch_rows: int = 512,
+    tensor_parallel: int = 1,
 ) -> None:
     """Sample responses of a checkpoint into the store: all benchmarks and temperatures in one session, only what is missing.
 
@@ -152,14 +165,16 @@ def generate_samples(
         generator: `sampler` (the package's own) or `vllm`.
         keep_token_ids: keep response token ids in the store.
         batch_rows: responses sampled at once by the package's sampler.
+        tensor_parallel: GPUs that share the vLLM engine.
 
     Raises:
         ValueError: a missing file, a checkpoint that is not what its marker says, or a full disk.
     """
     policy = read_json(policy_marker)
     folder = policy_marker.parent / policy["policy"]
-    session = _Session(folder, policy["policy_hash"], top_p, max_response_tokens, generator, batch_rows)
     queries = {name: read_queries(path) for name, path in benchmarks.items()}
+    longest = max((len(query.prompt_ids) for rows in queries.values() for query in rows), default=0)
+    session = _Session(folder, policy["policy_hash"], top_p, max_response_tokens, generator, batch_rows, longest, tensor_parallel)
     asked = {value: ask_all(queries, value, samples, seed) for value in sorted(set(temperatures))}
     shelves = {value: Shelf(store, session.policy_hash, {"temperature": value, **session.limits}) for value in asked}
     parts = _fill(session, shelves, asked, keep_token_ids)
@@ -236,23 +251,31 @@ def _holdings(asked: Sequence[Asked], parts: Mapping[Path, Sequence[Key]], store
     }
 
 
-def _open_generator(engine: str, policy: Path, batch_rows: int) -> Generator:
-    """The engine with the policy's weights: float32 on a CPU (bfloat16 is emulated there, and slow), else as they were saved.
-
-    Raises:
-        ValueError: an engine that is not built in.
-    """
+def _open_sampler(policy: Path, batch_rows: int) -> Generator:
+    """The package's sampler: float32 on a CPU (bfloat16 is emulated there, and slow), else as the weights were saved."""
     import torch
     from transformers import AutoModelForCausalLM
 
     from erpo.generation import PolicySampler
 
-    if engine != "sampler":
-        raise ValueError(f"generator {engine!r} is not available for evaluation; use --generator sampler")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch.float32 if device == "cpu" else "auto"
     model = AutoModelForCausalLM.from_pretrained(policy, dtype=dtype)
     return PolicySampler(model.to(device), batch_rows)  # pyright: ignore[reportArgumentType]
+
+
+def _open_vllm(policy: Path, max_length: int, tensor_parallel: int) -> Generator:
+    """A vLLM engine for all benchmarks and temperatures, with nearly the whole GPU for it.
+
+    Raises:
+        ValueError: vLLM is not installed, or the model is too short for the prompts.
+    """
+    import torch
+
+    from erpo.vllm_engine import VllmGenerator
+
+    dtype = "auto" if torch.cuda.is_available() else "float32"
+    return VllmGenerator(policy, dtype=dtype, max_length=max_length, tensor_parallel=tensor_parallel, memory=_VLLM_MEMORY)
 
 
 # --- scoring -----------------------------------------------------------------------------------------------------------

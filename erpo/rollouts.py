@@ -78,7 +78,10 @@ def _spread(rewards: np.ndarray) -> float:
 
 
 class Collector:
-    """Samples and grades the queries of a step; ranks share the work and all receive the whole experience."""
+    """Samples and grades the queries of a step; ranks share the work and all receive the whole experience.
+
+    Ranks that hold parts of one generator (`ranks_per_engine`) get the same requests and grade a part of the responses each.
+    """
 
     def __init__(
         self,
@@ -91,9 +94,11 @@ class Collector:
         seed: int,
         rank: int = 0,
         world: int = 1,
+        ranks_per_engine: int = 1,
     ) -> None:
         self.queries, self.generator, self.grader, self.run, self.sampling = queries, generator, grader, run, sampling
         self.decode, self.seed, self.rank, self.world = decode, seed, rank, world
+        self.ranks_per_engine = ranks_per_engine
         self.order = QueryOrder(len(queries), run.queries_per_step, seed)
 
     def collect(self, step: int) -> Experience:
@@ -120,9 +125,11 @@ class Collector:
 
     def _roll_out(self, step: int, indices: list[int], round_number: int) -> Experience:
         start = time.monotonic()
-        mine = indices[self.rank :: self.world]
-        requests = [self._request(step, index, round_number) for index in mine]
+        engine, place = divmod(self.rank, self.ranks_per_engine)
+        asked = indices[engine :: self.world // self.ranks_per_engine]
+        requests = [self._request(step, index, round_number) for index in asked]
         groups = self.generator.generate(requests, self.sampling) if requests else []
+        mine, groups = asked[place :: self.ranks_per_engine], groups[place :: self.ranks_per_engine]
         sampled = time.monotonic()
         grades, formats = self._grade([self.queries[i] for i in mine], groups)
         graded = time.monotonic()

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 from erpo.checkpoint import claim_work, code_commit, only_one, read_json, why_invalid, write_json
 from erpo.config import Machine, RunConfig, digest
 from erpo.engine import Engine, PolicyModule, agree, barrier, gather_objects, join_processes, together
-from erpo.generation import PolicySampler, Sampling
+from erpo.generation import Sampling
 from erpo.health import NO_SIGNAL, UnhealthyRunError, Watch, lack_of_signal
 from erpo.learning import Learner
 from erpo.probe import evaluate_policy, fixed_subset
@@ -29,6 +29,7 @@ from erpo.progress import Progress, Resubmit, RunLog, StopSignal, Walltime, end_
 from erpo.records import Query, derive_seed, read_queries
 from erpo.reference import ReferenceCache, load_cache, static_weights, verify_cache
 from erpo.rewards import Grader, check_canaries
+from erpo.rollout_engine import RolloutEngine, check_generator
 from erpo.rollouts import Collector, Experience, experience_metrics
 from erpo.states import States
 from erpo.templates import decode, load_tokenizer, stop_ids
@@ -144,20 +145,29 @@ class Trainer:
         self.queries, self.cache, self.probe, self.work, self.stop_signal = queries, cache, probe, work, stop_signal
         marker = read_json(model)
         folder, trust = model.parent / marker["policy"], marker.get("trust_remote_code", False)
+        check_generator(machine)
         self.tokenizer = load_tokenizer(folder, trust)
         policy = _load_policy(folder, run, trust)
         module = PolicyModule(
             policy, run.advantage == "gae", derive_seed(seed, "value head"), entropy_gradient=run.entropy_coef > 0
         )
         self.engine = Engine(module, run, machine)
-        if machine.generator != "sampler":
-            raise ValueError(f"generator: {machine.generator} cannot roll out in training yet; use sampler")
-        self.generator = PolicySampler(policy, batch_rows=machine.rollout_rows)
+        longest_prompt = max(len(query.prompt_ids) for query in (*queries, *probe))
+        self.rollouts = RolloutEngine(self.engine, run, machine, folder, longest_prompt, trust)
         self.grader = Grader(workers=machine.grading_workers or None)
         check_canaries(self.grader)
         sampling = Sampling(run.temperature, 1.0, run.max_response_tokens, stop_ids(self.tokenizer, folder))
         self.collector = Collector(
-            queries, self.generator, self.grader, run, sampling, lambda ids: decode(self.tokenizer, ids), seed, self.rank, world
+            queries,
+            self.rollouts.generator,
+            self.grader,
+            run,
+            sampling,
+            lambda ids: decode(self.tokenizer, ids),
+            seed,
+            self.rank,
+            world,
+            self.rollouts.ranks_per_engine,
         )
         weights = static_weights(cache, queries, run)
         self.learner = Learner(self.engine, run, machine, lambda: _load_policy(folder, run, trust), cache.logprobs, weights)
@@ -204,16 +214,17 @@ class Trainer:
 
     def _step(self, step: int) -> tuple[dict[str, float], Experience]:
         try:
-            with self.engine.whole_weights():
+            with self.rollouts.awake():
                 experience = self.collector.collect(step)
         except FloatingPointError as error:
             raise UnhealthyRunError(f"{self.title}: stopped at step {step}: rollout: {error}") from error
+        self.rollouts.refuse_stale(experience.groups)
         self.no_signal = lack_of_signal(experience, self.run)
         row = {**experience_metrics(experience), NO_SIGNAL: float(self.no_signal is not None)}
         row |= self.learner.learn(step, experience)
-        self.generator.update_weights((), self.engine.updates)
-        with self.engine.whole_weights():
-            row |= self._evaluate(step)
+        if self._is_evaluated(step):
+            with self.rollouts.awake():
+                row |= self._evaluate()
         return row, experience
 
     def _resume(self, target: int) -> int:
@@ -226,7 +237,6 @@ class Trainer:
             return 0
         step, facts = found
         self.engine.updates, self.skipped_in_a_row = facts["updates"], facts["skipped_in_a_row"]
-        self.generator.update_weights((), self.engine.updates)
         return step
 
     def _save(self, step: int) -> None:
@@ -245,13 +255,15 @@ class Trainer:
 
     # --- watching
 
-    def _evaluate(self, step: int) -> dict[str, float]:
-        """In-training evaluation at T = 1 on fixed problems; it draws nothing that training draws from."""
-        every = self.run.evaluate_every
-        if not every or step % every or not self.probe or self.rank:
+    def _is_evaluated(self, step: int) -> bool:
+        return bool(self.run.evaluate_every and step % self.run.evaluate_every == 0 and self.probe)
+
+    def _evaluate(self) -> dict[str, float]:
+        """In-training evaluation at T = 1 on fixed problems, by the first generator; it draws nothing that training draws from."""
+        if self.rank >= self.rollouts.ranks_per_engine:
             return {}
         return evaluate_policy(
-            self.generator,
+            self.rollouts.generator,
             self.grader,
             lambda ids: decode(self.tokenizer, ids),
             self.probe,

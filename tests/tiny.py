@@ -103,19 +103,16 @@ def assert_equal_policies(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]
         assert torch.equal(a[name], b[name]), name
 
 
-def make_place(root: Path) -> Place:
-    """Build model, queries and reference cache under `root`."""
+def make_place(root: Path, **shape: Any) -> Place:
+    """Build model (`shape` overrides its configuration), queries and reference cache under `root`."""
     place = Place(root)
     tokenizer = templates.build_tokenizer(problems.vocabulary())
     torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, **shape}
     config = Qwen2Config(
         vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=64,
         num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        tie_word_embeddings=True,
+        **{"tie_word_embeddings": True, **sizes},
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
         bos_token_id=None,

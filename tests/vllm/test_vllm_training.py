@@ -1,0 +1,38 @@
+"""Training with vLLM rollouts: the engine has the trainer's weights at every step, from every ZeRO stage, or the run stops."""
+
+import json
+
+import pytest
+
+from erpo.trainer import UnhealthyRunError, train
+from erpo.vllm_engine import VllmGenerator
+
+FAST = {"learning_rate": 1e-2, "updates_per_step": 1, "kl_on": "query", "query_weight": "reference_likelihood"}
+
+
+def gaps(place, name: str) -> list[float]:
+    return [row["rollout/logprob_gap_mean"] for _, row in sorted(place.rows(name).items())]
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_the_gap_stays_at_its_first_level_over_five_large_updates(place, stage):
+    """Sleep, wake and new weights at each step."""
+    name = f"five-{stage}"
+    train(**place.arguments(name, 5, {**FAST, "evaluate_every": 2}, generator="vllm", zero_stage=stage))
+    found = gaps(place, name)
+    assert len(found) == 5
+    assert all(row["update/applied"] == 1 for row in place.rows(name).values())
+    assert max(found) < 2 * found[0] < 1e-4
+
+
+def test_an_engine_that_keeps_old_weights_is_caught_at_the_second_step(place, monkeypatch):
+    def stamp_only(self, named_tensors, version):
+        self.version, self._is_ready = version, True
+
+    monkeypatch.setattr(VllmGenerator, "update_weights", stamp_only)
+    with pytest.raises(UnhealthyRunError, match=r"stopped at step 2: rollout/logprob_gap_mean is .* above 0\.1"):
+        train(**place.arguments("stale", 5, FAST, generator="vllm", save_every=1))
+    first, second = gaps(place, "stale")
+    assert first < 1e-4 < 0.1 < second
+    assert [path.name for path in (place.root / "runs/stale/work/states").glob("step*")] == ["step1"]
+    assert not json.loads((place.root / "runs/stale/work/states/step1/manifest.json").read_text())["info"]["is_milestone"]
