@@ -1,13 +1,15 @@
 """Training with vLLM rollouts: the engine has the trainer's weights at every step, from every ZeRO stage, or the run stops."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 
 from erpo.trainer import UnhealthyRunError, train
 from erpo.vllm_engine import VllmGenerator
-
-FAST = {"learning_rate": 1e-2, "updates_per_step": 1, "kl_on": "query", "query_weight": "reference_likelihood"}
+from tests.conftest import ROOT
+from tests.vllm.ranks import FAST
 
 
 def gaps(place, name: str) -> list[float]:
@@ -36,3 +38,18 @@ def test_an_engine_that_keeps_old_weights_is_caught_at_the_second_step(place, mo
     assert first < 1e-4 < 0.1 < second
     assert [path.name for path in (place.root / "runs/stale/work/states").glob("step*")] == ["step1"]
     assert not json.loads((place.root / "runs/stale/work/states/step1/manifest.json").read_text())["info"]["is_milestone"]
+
+
+@pytest.mark.parametrize("machine", [{"tensor_parallel": 1, "zero_stage": 3}, {"tensor_parallel": 2, "zero_stage": 1}])
+def test_two_ranks_have_an_engine_each_or_share_one(place, machine):
+    """Data-parallel engines fed from ZeRO 3, and one engine over two ranks: each holds half of every layer."""
+    name = f"ranks-{machine['tensor_parallel']}"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "tests.vllm.ranks"]
+    done = subprocess.run(
+        [*command, str(place.root), name, "3", json.dumps(machine)], cwd=ROOT, capture_output=True, text=True, timeout=280
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = gaps(place, name)
+    assert len(found) == 3
+    assert max(found) < 2 * found[0] < 1e-4
+    assert all(row["update/applied"] == 1 for row in place.rows(name).values())
