@@ -249,7 +249,7 @@ def _policy_share(
     term = policy_term(ratio, batch.advantages, mask, clip_low=run.clip_low, clip_high=run.clip_high, dual_clip=run.dual_clip)
     values = term.loss
     if run.importance_cap is not None:
-        values = values * _correction(logprobs, batch, run.importance_cap)
+        values = values * _correction(logprobs, batch, counts, run.importance_cap, metrics)
     share = _aggregated(values, batch, counts, run, batch.query_weights.to(values.dtype))
     metrics["loss/policy"] = share.detach()
     tokens = max(counts.num_response_tokens, 1)
@@ -272,12 +272,16 @@ def _old(logprobs: Tensor, batch: RolloutBatch) -> Tensor:
     return logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
 
 
-def _correction(logprobs: Tensor, batch: RolloutBatch, cap: float) -> Tensor:
+def _correction(logprobs: Tensor, batch: RolloutBatch, counts: GlobalCounts, cap: float, metrics: dict[str, Tensor]) -> Tensor:
     """Truncated importance weight min(pi_old / pi_generator, cap), a constant."""
     if batch.rollout_logprobs is None:
         raise ValueError("importance_cap needs the log-probs of the generator; this batch has none")
     gap = torch.where(batch.response_mask, log_ratio(_old(logprobs, batch), batch.rollout_logprobs), 0.0)
-    return gap.exp().clamp(max=cap)
+    weight, tokens = gap.exp(), max(counts.num_response_tokens, 1)
+    metrics["rollout/correction_capped_share"] = (batch.response_mask & (weight > cap)).sum() / tokens
+    weight = weight.clamp(max=cap)
+    metrics["rollout/correction_mean"] = torch.where(batch.response_mask, weight, 0.0).sum() / tokens
+    return weight
 
 
 def _penalty_share(

@@ -423,6 +423,24 @@ def test_importance_cap_truncates_the_correction() -> None:
     assert output.loss.item() == pytest.approx(-(2.0 + math.exp(0.1)) / 2)
     assert output.metrics["rollout/logprob_gap_mean"].item() == pytest.approx((2.0 + 0.1) / 2)
     assert output.metrics["rollout/logprob_gap_max"].item() == pytest.approx(2.0)
+    assert output.metrics["rollout/correction_mean"].item() == pytest.approx((2.0 + math.exp(0.1)) / 2)
+    assert output.metrics["rollout/correction_capped_share"].item() == 0.5
+    # The weight is a constant: the gradient of each token is -weight / 2, the query's is 0.
+    output.loss.backward()
+    assert logprobs.grad is not None
+    assert logprobs.grad[0].tolist() == pytest.approx([0.0, -2.0 / 2, -math.exp(0.1) / 2])
+
+
+def test_importance_correction_of_the_first_update_takes_the_current_policy_as_old() -> None:
+    """Generator probabilities 1/2 and 1/4 where the trainer has 1/4 and 1/2: weights 1/2 and min(2, 1.5)."""
+    batch = collate([[1, 2]], [[3, 4]], [0], rollout_logprobs=[[math.log(0.5), math.log(0.25)]])
+    batch = replace(batch, advantages=batch.response_mask.float())
+    logprobs = torch.tensor([[0.0, math.log(0.25), math.log(0.5)]], requires_grad=True)
+    output = total_loss(logprobs, batch, global_counts(batch), RunConfig(kl_on="none", importance_cap=1.5))
+    assert output.loss.item() == pytest.approx(-(0.5 + 1.5) / 2)
+    off = total_loss(logprobs, batch, global_counts(batch), RunConfig(kl_on="none"))
+    assert off.loss.item() == pytest.approx(-1.0)
+    assert "rollout/correction_mean" not in off.metrics
 
 
 def test_entropy_bonus_and_value_loss_enter_with_their_coefficients() -> None:
