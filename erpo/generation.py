@@ -65,6 +65,32 @@ class Request:
     """Sample index of the first seed."""
 
 
+@dataclass(frozen=True, slots=True)
+class Share:
+    """Which requests this rank's generator gets, and which of the responses are this rank's to grade.
+
+    Ranks that hold parts of one generator are asked the same and grade in turns; a rank without a generator is asked nothing.
+    """
+
+    engine: int | None
+    """Number of this rank's generator; None: it has none."""
+    engines: int
+    """Generators of all ranks."""
+    place: int = 0
+    """Number of this rank among those that hold parts of its generator."""
+    ranks: int = 1
+    """How many those are."""
+
+    def asked(self, items: list[int]) -> list[int]:
+        """Those of the items that go to this rank's generator."""
+        return [] if self.engine is None else items[self.engine :: self.engines]
+
+    @property
+    def own(self) -> slice:
+        """Those of the generator's responses that this rank goes on with."""
+        return slice(self.place, None, self.ranks)
+
+
 class Generator(Protocol):
     """An engine that samples."""
 

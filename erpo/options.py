@@ -59,6 +59,7 @@ MACHINE_OPTIONS: dict[str, Callable[[str], Any]] = {
     "activation_checkpointing": flag,
     "generator": str,
     "tensor_parallel": int,
+    "rollout_gpus": int,
     "engine_memory": float,
     "rollout_rows": int,
     "save_every": int,

@@ -10,7 +10,7 @@ import numpy as np
 
 from erpo.config import RunConfig
 from erpo.engine import gather_objects
-from erpo.generation import Generator, Request, Sampling
+from erpo.generation import Generator, Request, Sampling, Share
 from erpo.records import Grade, Query, Rollout, Verdict, derive_seed
 from erpo.rewards import Grader, has_format
 
@@ -78,15 +78,12 @@ def _spread(rewards: np.ndarray) -> float:
 
 
 class Collector:
-    """Samples and grades the queries of a step; ranks share the work and all receive the whole experience.
-
-    Ranks that hold parts of one generator (`ranks_per_engine`) get the same requests and grade a part of the responses each.
-    """
+    """Samples and grades the queries of a step; ranks share the work (`share`) and all receive the whole experience."""
 
     def __init__(
         self,
         queries: list[Query],
-        generator: Generator,
+        generator: Generator | None,
         grader: Grader,
         run: RunConfig,
         sampling: Sampling,
@@ -94,11 +91,11 @@ class Collector:
         seed: int,
         rank: int = 0,
         world: int = 1,
-        ranks_per_engine: int = 1,
+        share: Share | None = None,
     ) -> None:
         self.queries, self.generator, self.grader, self.run, self.sampling = queries, generator, grader, run, sampling
         self.decode, self.seed, self.rank, self.world = decode, seed, rank, world
-        self.ranks_per_engine = ranks_per_engine
+        self.share = share or Share(rank, world)
         self.order = QueryOrder(len(queries), run.queries_per_step, seed)
 
     def collect(self, step: int) -> Experience:
@@ -125,11 +122,10 @@ class Collector:
 
     def _roll_out(self, step: int, indices: list[int], round_number: int) -> Experience:
         start = time.monotonic()
-        engine, place = divmod(self.rank, self.ranks_per_engine)
-        asked = indices[engine :: self.world // self.ranks_per_engine]
+        asked = self.share.asked(indices)
         requests = [self._request(step, index, round_number) for index in asked]
-        groups = self.generator.generate(requests, self.sampling) if requests else []
-        mine, groups = asked[place :: self.ranks_per_engine], groups[place :: self.ranks_per_engine]
+        groups = self.generator.generate(requests, self.sampling) if self.generator and requests else []
+        mine, groups = asked[self.share.own], groups[self.share.own]
         sampled = time.monotonic()
         grades, formats = self._grade([self.queries[i] for i in mine], groups)
         graded = time.monotonic()

@@ -29,7 +29,7 @@ from erpo.progress import Progress, Resubmit, RunLog, StopSignal, Walltime, end_
 from erpo.records import Query, derive_seed, read_queries
 from erpo.reference import ReferenceCache, load_cache, static_weights, verify_cache
 from erpo.rewards import Grader, check_canaries
-from erpo.rollout_engine import RolloutEngine, check_generator
+from erpo.rollout_engine import RolloutEngine, check_generator_here
 from erpo.rollouts import Collector, Experience, experience_metrics
 from erpo.states import States
 from erpo.templates import decode, load_tokenizer, stop_ids
@@ -145,7 +145,7 @@ class Trainer:
         self.queries, self.cache, self.probe, self.work, self.stop_signal = queries, cache, probe, work, stop_signal
         marker = read_json(model)
         folder, trust = model.parent / marker["policy"], marker.get("trust_remote_code", False)
-        check_generator(machine)
+        check_generator_here(machine)
         self.tokenizer = load_tokenizer(folder, trust)
         policy = _load_policy(folder, run, trust)
         module = PolicyModule(
@@ -167,7 +167,7 @@ class Trainer:
             seed,
             self.rank,
             world,
-            self.rollouts.ranks_per_engine,
+            self.rollouts.share,
         )
         weights = static_weights(cache, queries, run)
         self.learner = Learner(self.engine, run, machine, lambda: _load_policy(folder, run, trust), cache.logprobs, weights)
@@ -260,7 +260,7 @@ class Trainer:
 
     def _evaluate(self) -> dict[str, float]:
         """In-training evaluation at T = 1 on fixed problems, by the first generator; it draws nothing that training draws from."""
-        if self.rank >= self.rollouts.ranks_per_engine:
+        if self.rollouts.generator is None or self.rollouts.share.engine != 0:
             return {}
         return evaluate_policy(
             self.rollouts.generator,

@@ -99,9 +99,9 @@ class VllmGenerator:
         trust_remote_code: bool = False,
     ) -> None:
         require_vllm()
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code).get_text_config()
-        _check_length(config, max_length, folder)
-        self._is_tied = bool(getattr(config, "tie_word_embeddings", False))
+        _check_length(folder, max_length, trust_remote_code)
+        self._is_tied = ties_weights(folder, trust_remote_code)
+        self._is_in_process = is_rank or tensor_parallel == 1
         self.version = 0
         self._is_ready = True
         arguments: dict[str, Any] = {
@@ -117,7 +117,7 @@ class VllmGenerator:
             "enable_prefix_caching": True,
             **({"distributed_executor_backend": "external_launcher"} if is_rank else {}),
         }
-        self.llm, self._parameters = _start(arguments, in_process=is_rank or tensor_parallel == 1)
+        self.llm, self._parameters = _start(arguments, self._is_in_process)
 
     def generate(
         self, requests: Sequence[Request], sampling: Sampling, progress: Callable[[int], None] | None = None
@@ -162,10 +162,17 @@ class VllmGenerator:
         Raises:
             RuntimeError: vLLM did not take over all weights, or kept its prefix cache.
         """
-        tensors = self._with_output_weights(named_tensors)
+        self._reload(version, weights_iterator=with_output_weights(named_tensors, self._is_tied))
+
+    def load_weights(self, folder: str, version: int) -> None:
+        """The same from the safetensors files of a folder, among which are the output weights of a tied model too."""
+        self._reload(version, weights_path=folder)
+
+    def _reload(self, version: int, **source: Any) -> None:
         with _vllm_warnings() as warnings:
-            self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": tensors})
-        self._refuse_failures(warnings)
+            self.llm.collective_rpc("reload_weights", kwargs=source)
+        if self._is_in_process:
+            self._refuse_failures(warnings)
         if not self.llm.reset_prefix_cache():
             raise RuntimeError("vLLM did not empty its prefix cache after a weight update: it would serve states of old weights")
         if not self._is_ready:
@@ -182,13 +189,6 @@ class VllmGenerator:
         if failures:
             raise RuntimeError(f"vLLM did not take over all weights and would sample with old ones: {'; '.join(failures)}")
 
-    def _with_output_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in named_tensors:
-            if name != "lm_head.weight" or not self._is_tied:
-                yield name, tensor
-            if self._is_tied and name.endswith(_INPUT_EMBEDDINGS):
-                yield "lm_head.weight", tensor
-
     def sleep(self) -> None:
         """Drop weights, keys and values, so that the trainer has the GPU; on a CPU vLLM keeps its memory."""
         if self._is_ready:
@@ -203,8 +203,26 @@ class VllmGenerator:
             self.llm.wake_up(tags=["weights"])
 
 
-def _check_length(config: Any, max_length: int, folder: Path) -> None:
-    limit = getattr(config, "max_position_embeddings", None)
+def ties_weights(folder: Path, trust_remote_code: bool = False) -> bool:
+    """Whether the model's output weights are its input embeddings."""
+    return bool(getattr(_config(folder, trust_remote_code), "tie_word_embeddings", False))
+
+
+def with_output_weights(named_tensors: Iterable[tuple[str, Tensor]], is_tied: bool) -> Iterator[tuple[str, Tensor]]:
+    """The tensors, and those of a tied model's output under their own name: vLLM keeps a copy of them."""
+    for name, tensor in named_tensors:
+        if name != "lm_head.weight" or not is_tied:
+            yield name, tensor
+        if is_tied and name.endswith(_INPUT_EMBEDDINGS):
+            yield "lm_head.weight", tensor
+
+
+def _config(folder: Path, trust_remote_code: bool) -> Any:
+    return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code).get_text_config()
+
+
+def _check_length(folder: Path, max_length: int, trust_remote_code: bool) -> None:
+    limit = getattr(_config(folder, trust_remote_code), "max_position_embeddings", None)
     if limit is not None and max_length > limit:
         raise ValueError(
             f"the longest prompt and response together have {max_length} tokens, but {folder} holds {limit}; lower "

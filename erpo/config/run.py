@@ -259,6 +259,8 @@ class Machine(Frozen):
     """Engine of the rollouts: the package's own sampler, or vLLM."""
     tensor_parallel: PositiveInt = 1
     """GPUs that share one vLLM engine."""
+    rollout_gpus: Annotated[int, Field(ge=0)] = 0
+    """GPUs of each node for vLLM alone, in processes of their own; 0: vLLM shares the GPUs of the trainer's ranks."""
     engine_memory: Annotated[float, Field(gt=0, lt=1)] = 0.4
     """Share of GPU memory given to vLLM beside the trainer."""
     rollout_rows: PositiveInt = 256

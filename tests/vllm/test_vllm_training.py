@@ -40,6 +40,13 @@ def test_an_engine_that_keeps_old_weights_is_caught_at_the_second_step(place, mo
     assert not json.loads((place.root / "runs/stale/work/states/step1/manifest.json").read_text())["info"]["is_milestone"]
 
 
+def test_an_engine_in_a_process_of_its_own_gets_every_update(place):
+    train(**place.arguments("apart", 3, FAST, generator="vllm", rollout_gpus=1, zero_stage=3))
+    found = gaps(place, "apart")
+    assert len(found) == 3
+    assert max(found) < 2 * found[0] < 1e-4
+
+
 @pytest.mark.parametrize("machine", [{"tensor_parallel": 1, "zero_stage": 3}, {"tensor_parallel": 2, "zero_stage": 1}])
 def test_two_ranks_have_an_engine_each_or_share_one(place, machine):
     """Data-parallel engines fed from ZeRO 3, and one engine over two ranks: each holds half of every layer."""
