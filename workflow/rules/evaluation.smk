@@ -16,6 +16,7 @@ rule generate:
         runtime=generation_minutes,
         gpu=machine("generate", "gpu"),
         generator=machine("generator"),
+        tensor_parallel=machine("tensor_parallel"),
         batch_rows=machine("rows"),
     params:
         spec=generation_spec,
@@ -23,7 +24,7 @@ rule generate:
     shell:
         "python -m erpo generate --log {log:q} --spec {params.spec:q} --policy {input.policy:q} --benchmarks {input.benchmarks:q}"
         " --store {params.store:q} --marker {output.marker:q} --seed {wildcards.seed}"
-        " --generator {resources.generator} --batch-rows {resources.batch_rows}"
+        " --generator {resources.generator} --tensor-parallel {resources.tensor_parallel} --batch-rows {resources.batch_rows}"
 
 
 rule score:

@@ -18,6 +18,9 @@ rule train:
         gpu=machine("train", "gpu"),
         launcher=machine("launcher"),
         generator=machine("generator"),
+        tensor_parallel=machine("tensor_parallel"),
+        rollout_gpus=0,
+        engine_memory="0.4",
         zero_stage=machine("zero_stage"),
         micro_batch_tokens=machine("micro_batch_tokens"),
         activation_checkpointing=machine("activation_checkpointing"),
@@ -31,7 +34,8 @@ rule train:
         "{resources.launcher} -m erpo train --log {log:q} --spec {params.spec:q} --name {wildcards.run:q}"
         " --seed {wildcards.seed} --step {wildcards.step} --model {input.model:q} --queries {input.queries:q}"
         " --reference {input.reference:q} --benchmarks {input.probe:q} --previous {input.previous:q} --work {params.folder:q}/work --marker {output.marker:q}"
-        " --generator {resources.generator} --zero-stage {resources.zero_stage}"
+        " --generator {resources.generator} --tensor-parallel {resources.tensor_parallel}"
+        " --rollout-gpus {resources.rollout_gpus} --engine-memory {resources.engine_memory} --zero-stage {resources.zero_stage}"
         " --micro-batch-tokens {resources.micro_batch_tokens}"
         " --activation-checkpointing {resources.activation_checkpointing}"
         " --save-every {resources.save_every} --supersede {resources.supersede}"
