@@ -1,14 +1,11 @@
 """Training with vLLM rollouts: the engine has the trainer's weights at every step, from every ZeRO stage, or the run stops."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 
 from erpo.trainer import UnhealthyRunError, train
 from erpo.vllm_engine import VllmGenerator
-from tests.conftest import ROOT
 from tests.vllm.ranks import FAST
 
 
@@ -45,18 +42,3 @@ def test_an_engine_in_a_process_of_its_own_gets_every_update(place):
     found = gaps(place, "apart")
     assert len(found) == 3
     assert max(found) < 2 * found[0] < 1e-4
-
-
-@pytest.mark.parametrize("machine", [{"tensor_parallel": 1, "zero_stage": 3}, {"tensor_parallel": 2, "zero_stage": 1}])
-def test_two_ranks_have_an_engine_each_or_share_one(place, machine):
-    """Data-parallel engines fed from ZeRO 3, and one engine over two ranks: each holds half of every layer."""
-    name = f"ranks-{machine['tensor_parallel']}"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "tests.vllm.ranks"]
-    done = subprocess.run(
-        [*command, str(place.root), name, "3", json.dumps(machine)], cwd=ROOT, capture_output=True, text=True, timeout=280
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    found = gaps(place, name)
-    assert len(found) == 3
-    assert max(found) < 2 * found[0] < 1e-4
-    assert all(row["update/applied"] == 1 for row in place.rows(name).values())
