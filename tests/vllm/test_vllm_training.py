@@ -25,10 +25,14 @@ def test_the_gap_stays_at_its_first_level_over_five_large_updates(place, stage):
 
 
 def test_an_engine_that_keeps_old_weights_is_caught_at_the_second_step(place, monkeypatch):
-    def stamp_only(self, named_tensors, version):
-        self.version, self._is_ready = version, True
+    update_weights, first = VllmGenerator.update_weights, []
 
-    monkeypatch.setattr(VllmGenerator, "update_weights", stamp_only)
+    def keep_first(self, named_tensors, version):
+        if not first:
+            first.extend((name, tensor.clone()) for name, tensor in named_tensors)
+        update_weights(self, first, version)
+
+    monkeypatch.setattr(VllmGenerator, "update_weights", keep_first)
     with pytest.raises(UnhealthyRunError, match=r"stopped at step 2: rollout/logprob_gap_mean is .* above 0\.1"):
         train(**place.arguments("stale", 5, FAST, generator="vllm", save_every=1))
     first, second = gaps(place, "stale")
