@@ -52,6 +52,7 @@ def prepare_queries(args: argparse.Namespace) -> None:
     run(
         _data_entry(spec),
         tokenizer_dir=_policy_folder(args.model),
+        trust_remote_code=_trusts(args.model),
         prompt_suffix=spec["prompt_suffix"],
         max_query_tokens=spec["max_query_tokens"],
         data_dir=_data_dir(args),
@@ -69,6 +70,7 @@ def prepare_benchmark(args: argparse.Namespace) -> None:
     run(
         _data_entry(spec),
         tokenizer_dir=_policy_folder(args.model),
+        trust_remote_code=_trusts(args.model),
         prompt_suffix=spec["prompt_suffix"],
         data_dir=_data_dir(args),
         out=args.out,
@@ -87,7 +89,9 @@ def cache_reference(args: argparse.Namespace) -> None:
     """Score every training query once with the reference policy."""
     from erpo.reference import build_cache
 
-    build_cache(_policy_folder(args.model), args.queries, out=args.out, marker=args.marker, spec=json.loads(args.spec))
+    folder, trust = _policy_folder(args.model), _trusts(args.model)
+    spec = json.loads(args.spec)
+    build_cache(folder, args.queries, out=args.out, marker=args.marker, spec=spec, trust_remote_code=trust)
 
 
 def train(args: argparse.Namespace) -> None:
@@ -277,6 +281,13 @@ def _policy_folder(marker: Path) -> Path:
     from erpo.checkpoint import read_json
 
     return marker.parent / read_json(marker)["policy"]
+
+
+def _trusts(marker: Path) -> bool:
+    """Whether the model's entry allows the code that comes with the checkpoint to run."""
+    from erpo.checkpoint import read_json
+
+    return bool(read_json(marker).get("trust_remote_code", False))
 
 
 def _data_entry(spec: dict[str, Any]) -> Any:

@@ -67,6 +67,7 @@ class _Session:
     """Policy and engine of one generate job; the weights are loaded when the first missing sample asks for them."""
 
     policy: Path
+    trust_remote_code: bool
     policy_hash: str
     top_p: float
     max_tokens: int
@@ -81,7 +82,7 @@ class _Session:
     def __post_init__(self) -> None:
         from erpo.templates import load_tokenizer, stop_ids  # transformers is slow to import: scoring does without
 
-        self.tokenizer = load_tokenizer(self.policy)
+        self.tokenizer = load_tokenizer(self.policy, self.trust_remote_code)
         self.stop_ids = stop_ids(self.tokenizer, self.policy)
 
     @property
@@ -100,9 +101,11 @@ class _Session:
                     "changed; make it again (delete the marker and run the step that makes it)"
                 )
             if self.engine == "vllm":
-                self._generator = _open_vllm(self.policy, self.longest_prompt + self.max_tokens, self.tensor_parallel)
+                self._generator = _open_vllm(
+                    self.policy, self.longest_prompt + self.max_tokens, self.tensor_parallel, self.trust_remote_code
+                )
             else:
-                self._generator = _open_sampler(self.policy, self.batch_rows)
+                self._generator = _open_sampler(self.policy, self.batch_rows, self.trust_remote_code)
         return self._generator
 
     @property
@@ -174,7 +177,9 @@ def generate_samples(
     folder = policy_marker.parent / policy["policy"]
     queries = {name: read_queries(path) for name, path in benchmarks.items()}
     longest = max((len(query.prompt_ids) for rows in queries.values() for query in rows), default=0)
-    session = _Session(folder, policy["policy_hash"], top_p, max_response_tokens, generator, batch_rows, longest, tensor_parallel)
+    trust = bool(policy.get("trust_remote_code", False))
+    limits = (top_p, max_response_tokens)
+    session = _Session(folder, trust, policy["policy_hash"], *limits, generator, batch_rows, longest, tensor_parallel)
     asked = {value: ask_all(queries, value, samples, seed) for value in sorted(set(temperatures))}
     shelves = {value: Shelf(store, session.policy_hash, {"temperature": value, **session.limits}) for value in asked}
     parts = _fill(session, shelves, asked, keep_token_ids)
@@ -251,7 +256,7 @@ def _holdings(asked: Sequence[Asked], parts: Mapping[Path, Sequence[Key]], store
     }
 
 
-def _open_sampler(policy: Path, batch_rows: int) -> Generator:
+def _open_sampler(policy: Path, batch_rows: int, trust_remote_code: bool) -> Generator:
     """The package's sampler: float32 on a CPU (bfloat16 is emulated there, and slow), else as the weights were saved."""
     import torch
     from transformers import AutoModelForCausalLM
@@ -260,11 +265,11 @@ def _open_sampler(policy: Path, batch_rows: int) -> Generator:
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch.float32 if device == "cpu" else "auto"
-    model = AutoModelForCausalLM.from_pretrained(policy, dtype=dtype)
+    model = AutoModelForCausalLM.from_pretrained(policy, dtype=dtype, trust_remote_code=trust_remote_code)
     return PolicySampler(model.to(device), batch_rows)  # pyright: ignore[reportArgumentType]
 
 
-def _open_vllm(policy: Path, max_length: int, tensor_parallel: int) -> Generator:
+def _open_vllm(policy: Path, max_length: int, tensor_parallel: int, trust_remote_code: bool) -> Generator:
     """A vLLM engine for all benchmarks and temperatures, with nearly the whole GPU for it.
 
     Raises:
@@ -275,7 +280,14 @@ def _open_vllm(policy: Path, max_length: int, tensor_parallel: int) -> Generator
     from erpo.vllm_engine import VllmGenerator
 
     dtype = "auto" if torch.cuda.is_available() else "float32"
-    return VllmGenerator(policy, dtype=dtype, max_length=max_length, tensor_parallel=tensor_parallel, memory=_VLLM_MEMORY)
+    return VllmGenerator(
+        policy,
+        dtype=dtype,
+        max_length=max_length,
+        tensor_parallel=tensor_parallel,
+        memory=_VLLM_MEMORY,
+        trust_remote_code=trust_remote_code,
+    )
 
 
 # --- scoring -----------------------------------------------------------------------------------------------------------

@@ -69,7 +69,7 @@ class WeightsAndBiases:
 
     def close(self) -> None:
         """Send what is left."""
-        self.run.finish(quiet=True)
+        self.run.finish()
 
 
 _KNOWN = {"tensorboard": TensorBoard, "wandb": WeightsAndBiases}

@@ -5,6 +5,7 @@ import random
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -300,13 +301,10 @@ def test_srun_on_two_nodes_trains_as_two_ranks_do(two_ranks):
 @pytest.mark.slow
 def test_torchrun_on_two_nodes_trains_as_two_ranks_do(two_ranks):
     command = two_ranks.command("torchrun", 2, ERPO, zero_stage=3, micro_batch_tokens=1)
-    address = ["--master-addr", "127.0.0.1", "--master-port", ranks.free_port()]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
+    launcher += ["--master-addr", "127.0.0.1", "--master-port", ranks.free_port()]
     processes = [
-        subprocess.Popen(
-            [*("torchrun", "--nnodes", "2", "--node-rank", str(node), "--nproc-per-node", "1"), *address, "-m", "erpo", *command],
-            env=ranks.environment(),
-        )
-        for node in range(2)
+        subprocess.Popen([*launcher, "--node-rank", str(node), "-m", "erpo", *command], env=ranks.environment()) for node in (0, 1)
     ]
     assert [process.wait(240) for process in processes] == [0, 0]
     assert_equal_policies(two_ranks.policy("torchrun", 2), two_ranks.policy("two-3-1", 2))

@@ -117,14 +117,26 @@ def make_place(root: Path, **shape: Any) -> Place:
         pad_token_id=tokenizer.pad_token_id,
         bos_token_id=None,
     )
-    folder = root / "models" / "tiny"
-    folder.mkdir(parents=True)
     model = Qwen2ForCausalLM(config)
     with torch.no_grad():  # responses of many lengths: the end token is likely now and then
         model.model.embed_tokens.weight[tokenizer.eos_token_id] *= 40
+    return furnish(place, model, tokenizer)
+
+
+def furnish(place: Place, model: Any, tokenizer: Any, code: str | None = None) -> Place:
+    """Save a model, with the source of a class `Remote` and its `RemoteConfig` if it needs one, and prepare what training needs."""
+    root, folder = place.root, place.model.with_suffix("")
+    folder.mkdir(parents=True)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    write_json(place.model, {"policy": "tiny", "policy_hash": policy_hash(folder), "spec_hash": "-", "spec": {}})
+    if code is not None:
+        (folder / "remote.py").write_text(code)
+        config = json.loads((folder / "config.json").read_text())
+        config["auto_map"] = {"AutoConfig": "remote.RemoteConfig", "AutoModelForCausalLM": "remote.Remote"}
+        (folder / "config.json").write_text(json.dumps({**config, "model_type": "remote"}))
+    trust = code is not None
+    marker = {"policy": "tiny", "policy_hash": policy_hash(folder), "spec_hash": "-", "spec": {}, "trust_remote_code": trust}
+    write_json(place.model, marker)
     entry = SyntheticData(kind="synthetic", families=("chain", "linear"), levels=(1, 2), size=10)
     prepare_queries(
         entry,
@@ -135,6 +147,8 @@ def make_place(root: Path, **shape: Any) -> Place:
         benchmarks={},
         out=place.queries,
         manifest=root / "queries.manifest.json",
+        trust_remote_code=trust,
     )
-    build_cache(folder, place.queries, out=root / "reference.parquet", marker=place.reference, spec={})
+    cache = {"out": root / "reference.parquet", "marker": place.reference, "spec": {}, "trust_remote_code": trust}
+    build_cache(folder, place.queries, **cache)
     return place

@@ -78,6 +78,7 @@ def prepare_queries(
     benchmarks: dict[str, Path],
     out: Path,
     manifest: Path,
+    trust_remote_code: bool = False,
 ) -> None:
     """Write the training queries of a study and the manifest that says how the rows read became them.
 
@@ -90,11 +91,12 @@ def prepare_queries(
         benchmarks: prepared benchmarks by name; a training problem equal to one of theirs up to layout is left out.
         out: parquet of queries.
         manifest: JSON of counts, drops, labels, duplicates, overlap and token statistics.
+        trust_remote_code: run code that comes with the tokenizer.
 
     Raises:
         ValueError: the file is missing, wrong or unreadable, or no query is left.
     """
-    found = _read(entry, "train", tokenizer_dir, prompt_suffix, data_dir)
+    found = _read(entry, "train", load_tokenizer(tokenizer_dir, trust_remote_code), prompt_suffix, data_dir)
     _drop_levels(found, entry)
     _drop_labels(found)
     _list_duplicates(found)
@@ -114,6 +116,7 @@ def prepare_benchmark(
     data_dir: Path,
     out: Path,
     manifest: Path,
+    trust_remote_code: bool = False,
 ) -> None:
     """Write the queries of a benchmark: every problem, in order, oddities as flags.
 
@@ -122,7 +125,7 @@ def prepare_benchmark(
     """
     if isinstance(entry, FileData) and entry.levels is not None:
         raise ValueError(f"{entry.file}: levels selects training problems; a benchmark is evaluated whole, leave levels out")
-    found = _read(entry, "test", tokenizer_dir, prompt_suffix, data_dir)
+    found = _read(entry, "test", load_tokenizer(tokenizer_dir, trust_remote_code), prompt_suffix, data_dir)
     for index, problem in enumerate(found.problems):
         if reason := gold_problem(problem.answer):
             found.flags[index].append("gold-unparsed")
@@ -136,8 +139,9 @@ def prepare_benchmark(
 # --- reading -------------------------------------------------------------------------------------------------------------
 
 
-def _read(entry: SyntheticData | FileData, split: Split, tokenizer_dir: Path, prompt_suffix: str, data_dir: Path) -> _Set:
-    tokenizer = load_tokenizer(tokenizer_dir)
+def _read(
+    entry: SyntheticData | FileData, split: Split, tokenizer: PreTrainedTokenizerBase, prompt_suffix: str, data_dir: Path
+) -> _Set:
     if isinstance(entry, SyntheticData):
         problems, source = _synthetic(entry, split), {"generator": entry.model_dump(mode="json"), "split": split}
     else:
