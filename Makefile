@@ -20,7 +20,7 @@ export OMP_NUM_THREADS ?= 1
 export OMP_WAIT_POLICY ?= passive
 export DS_ACCELERATOR ?= $(if $(wildcard /dev/nvidiactl),cuda,cpu)
 
-.PHONY: demo methods test test-slow test-vllm vllm-cpu check format report clean help
+.PHONY: demo methods test test-slow test-slurm test-vllm vllm-cpu check format report clean help
 
 help:
 	@echo "make demo       set up, run the embedded study on this CPU, show its tables and figures"
@@ -29,6 +29,7 @@ help:
 	@echo "make test-slow  the tests that take minutes"
 	@echo "make test-vllm  the tests of rollouts with vLLM, on this CPU, in an environment of their own"
 	@echo "make vllm-cpu   that environment alone"
+	@echo "make test-slurm a Slurm cluster on this machine, studies and interruptions through it (root; apt install slurm-wlm munge)"
 	@echo "make check      formatters, linters, types, import rules, generated files"
 
 $(VENV)/bin/python:
@@ -75,6 +76,11 @@ vllm-cpu: $(VLLM_READY)
 
 test-vllm: $(VLLM_READY)
 	@ERPO_NEEDS_VLLM=1 $(VLLM_VENV)/bin/python -m pytest -q -n $(CORES) --dist loadfile tests/vllm
+
+# With ERPO_SLURM_ACCOUNTING=1 the cluster keeps accounts (slurmdbd, mariadb-server); SLURM_TESTS="slurm" takes the slow ones too.
+SLURM_TESTS ?= slurm and not slow
+test-slurm: $(DEV_READY)
+	@$(BIN)/python -m pytest -q -m "$(SLURM_TESTS)" tests/slurm
 
 check: $(DEV_READY)
 	$(BIN)/ruff format --check erpo tests benchmarks

@@ -29,7 +29,7 @@ defaults:
    max_response_tokens: 24, learning_rate: 1.0e-3}
 runs:
   erpo: {kl_on: query, query_weight: reference_likelihood}
-  long: {like: erpo, steps: 40, queries_per_step: 16, responses_per_query: 16, max_response_tokens: 64}
+  long: {like: erpo, steps: 24, queries_per_step: 16, responses_per_query: 16, max_response_tokens: 64}
 tables:
   main: {runs: [erpo], metrics: [avg@n, kl/query]}
   training: {runs: [long], columns: none, metrics: [kl/query, policy/entropy, grad/norm, response/length]}
@@ -37,7 +37,9 @@ figures: {drift: {kind: drift, runs: [erpo]}}
 """
 """`erpo` is over in a second; `long` can be interrupted. Its table needs its training alone."""
 
-LONG_STEPS, SAVE_EVERY = 40, 2
+LONG_STEPS, SAVE_EVERY = 24, 2
+
+ACCOUNTING = os.environ.get("ERPO_SLURM_ACCOUNTING") == "1"
 
 _FAST = Path(__file__).with_name("fast_polling.py")
 
@@ -54,7 +56,7 @@ def pytest_collection_modifyitems(items) -> None:
 
 def why_not() -> str | None:
     """Why no cluster can come up here. With ERPO_NEED_SLURM=1 that is an error and not a skip."""
-    lacking = missing_programs()
+    lacking = missing_programs(ACCOUNTING)
     reason = f"no Slurm here (missing: {', '.join(lacking)}); apt-get install slurm-wlm munge" if lacking else None
     if os.geteuid() != 0:
         reason = "a Slurm cluster for tests needs root"
@@ -65,8 +67,8 @@ def why_not() -> str | None:
 
 @pytest.fixture(scope="session")
 def cluster(tmp_path_factory) -> Iterator[Cluster]:
-    """Two nodes with fake GPUs."""
-    cluster = Cluster(folder=tmp_path_factory.mktemp("slurm"))
+    """Two nodes with fake GPUs; with accounting if ERPO_SLURM_ACCOUNTING=1."""
+    cluster = Cluster(folder=tmp_path_factory.mktemp("slurm"), accounting=ACCOUNTING)
     cluster.up()
     yield cluster
     cluster.down()

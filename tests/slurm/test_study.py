@@ -1,12 +1,15 @@
 """A small study through a real Slurm: the same numbers as a local run, resources honoured, names and logs that a person can use."""
 
 import json
+import time
 
 import pytest
 
-from tests.slurm.conftest import Clone, make_clone
+from tests.slurm.conftest import ACCOUNTING, Clone, make_clone
 
 TARGET = ["all", "--config", "study=trial"]
+SHORT = ["main", "drift", "--config", "study=trial"]
+NO_ACCOUNT = "account 'me'" + (" is not yours; there are: lab" if ACCOUNTING else ": this cluster keeps no accounts; leave it out")
 
 
 @pytest.fixture(scope="module")
@@ -16,9 +19,6 @@ def run_through_slurm(tmp_path_factory, cluster, undisturbed) -> Clone:
     extra = ["--set-resources", "train:gpu=2", "train:gpu_model=a100", "train:slurm_partition=gpu", "train:runtime=7"]
     assert clone.run(*SHORT, *extra) == 0, clone.said()[-3000:]
     return clone
-
-
-SHORT = ["main", "drift", "--config", "study=trial"]
 
 
 def test_the_tables_are_those_of_a_local_run(run_through_slurm, undisturbed):
@@ -52,7 +52,7 @@ def test_nothing_is_left_to_do(run_through_slurm):
     ("setting", "sentence"),
     [
         ("partition=gpus", "partition 'gpus' does not exist; there are: cpu, gpu, short"),
-        ("account=lab", "account 'lab': this cluster keeps no accounts; leave it out"),
+        ("account=me", NO_ACCOUNT),
         ("constraint=nvlink", "constraint 'nvlink' is no feature of a node; there are: none"),
         ("partition=short", "partition short allows 5 minutes, asked are 120; --set-resources prepare_model:runtime=5"),
     ],
@@ -78,3 +78,20 @@ def test_a_failing_job_shows_its_log(clone):
     assert "SLURM status is: 'FAILED'" in clone.said()
     names = [job["name"] for job in clone.cluster.jobs() if job["state"] == "FAILED"]
     assert names[-2:] == ["prepare_model-tiny"] * 2, "one attempt and one retry, each a job of its own"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not ACCOUNTING, reason="needs accounting: ERPO_SLURM_ACCOUNTING=1 (packages slurmdbd, mariadb-server)")
+def test_accounting_knows_the_jobs_and_outlives_the_controller(clone):
+    """Followed with sacct, under an account, while the controller is away for three quarters of a minute."""
+    head = clone.start(*SHORT, "account=lab", "--slurm-status-command", "sacct")
+    clone.await_job("prepare_model", "R,CD")
+    clone.cluster.stop("slurmctld")
+    time.sleep(45)
+    clone.cluster.start_controller()
+    assert clone.finish(head, 400) == 0, clone.said()[-3000:]
+    columns = "JobName,Account,State,ReqTRES"
+    lines = clone.cluster.client("sacct", "-X", "-n", "-P", f"--format={columns}").splitlines()
+    train = next(line.split("|") for line in lines if line.startswith("train-erpo-0-4|"))
+    assert train[1:3] == ["lab", "COMPLETED"]
+    assert "cpu=1,mem=3000M" in train[3]

@@ -34,7 +34,7 @@ def test_new_file_dates_plan_nothing(finished):
 
 
 def test_edits_that_change_no_number_plan_nothing(finished):
-    finished.edit("workflow/rules/training.smk", '"{resources.launcher} -m erpo train', '"{resources.launcher}  -m   erpo train')
+    finished.edit("workflow/rules/training.smk", '"{resources.launcher} erpo train', '"{resources.launcher}   erpo train')
     finished.edit("workflow/rules/training.smk", "rule train:", "# another remark\nrule train:")
     finished.edit("workflow/rules/evaluation.smk", '" --store', '" --verbose --store')
     finished.edit("workflow/rules/common.smk", '"mem_mb": 3000', '"mem_mb": 5000')

@@ -142,13 +142,21 @@ def milestone_before(run, seed, step):
     return before[-1:]
 
 
+def watched_benchmarks(wildcards):
+    """Benchmarks of the evaluation during training. Nothing is trained on them: a new one is no reason to train again."""
+    paths = benchmark_files(STUDY.runs[wildcards.run].model)
+    if Path(policy_marker(wildcards.run, wildcards.seed, wildcards.step)).exists():
+        paths = [path for path in paths if Path(path).exists()]
+    return [ancient(path) for path in paths]
+
+
 def training_inputs(wildcards):
     run = STUDY.runs[wildcards.run]
     return {
         "model": model_marker(run.model),
         "queries": f"{RESULTS}/data/{run.model}/{run.train_set}.parquet",
         "reference": f"{RESULTS}/reference/{run.model}/{run.train_set}.json",
-        "probe": benchmark_files(run.model) if run.evaluate_every else [],
+        "probe": watched_benchmarks(wildcards) if run.evaluate_every else [],
         "previous": milestone_before(wildcards.run, wildcards.seed, int(wildcards.step)),
     }
 
@@ -245,13 +253,16 @@ def figure_spec(wildcards):
 
 _HOUR = 60
 
+# One process per visible GPU. The dashes end torchrun's own options: it would take the program's --log for one of them.
+TORCHRUN = "torchrun --standalone --nproc-per-node=gpu -m --"
+
 MACHINES = {
     "small": {  # synthetic models: minutes on a CPU
         "train": {"threads": 1, "mem_mb": 3000, "gpu": 0, "notice": 60},
         "generate": {"threads": 1, "mem_mb": 3000, "gpu": 0},
         "reference": {"threads": 1, "mem_mb": 3000, "runtime": _HOUR, "gpu": 0},
         "score": {"threads": 1, "mem_mb": 2000, "runtime": _HOUR, "gpu": 0},
-        "launcher": "python",
+        "launcher": "python -m",
         "generator": "sampler",
         "tensor_parallel": 1,
         "rows": 512,
@@ -264,7 +275,7 @@ MACHINES = {
         "generate": {"threads": 8, "mem_mb": 64000, "gpu": 1},
         "reference": {"threads": 8, "mem_mb": 64000, "runtime": 2 * _HOUR, "gpu": 1},
         "score": {"threads": 16, "mem_mb": 32000, "runtime": 4 * _HOUR, "gpu": 0},
-        "launcher": "torchrun --standalone --nproc-per-node=gpu",
+        "launcher": TORCHRUN,
         "generator": "vllm",
         "tensor_parallel": 1,
         "rows": 512,
@@ -277,7 +288,7 @@ MACHINES = {
         "generate": {"threads": 16, "mem_mb": 200000, "gpu": min(4, SITE.gpus_per_node)},
         "reference": {"threads": 16, "mem_mb": 200000, "runtime": 4 * _HOUR, "gpu": min(4, SITE.gpus_per_node)},
         "score": {"threads": 16, "mem_mb": 32000, "runtime": 4 * _HOUR, "gpu": 0},
-        "launcher": "torchrun --standalone --nproc-per-node=gpu",
+        "launcher": TORCHRUN,
         "generator": "vllm",
         "tensor_parallel": 4,
         "rows": 512,
@@ -338,7 +349,7 @@ def spread():
     def launcher(size):
         _, nodes, tasks, cores = shape(size)
         asked = f"--nodes={nodes} --ntasks={nodes * tasks} --ntasks-per-node={tasks} --cpus-per-task={cores}"
-        return f"srun {asked} --kill-on-bad-exit=1 python"
+        return f"srun {asked} --kill-on-bad-exit=1 python -m"
 
     found = {key: value for key, value in placed("train").items() if key not in ("nodes", "gpu_model")}
     found |= {"mpi": "srun", "nodes": by_model(lambda size: shape(size)[1]), "launcher": by_model(launcher)}
@@ -373,6 +384,22 @@ def generation_minutes(wildcards):
 def supersede(wildcards):
     return "true" if wildcards.run in SUPERSEDED else "false"
 
+
+# How a run is trained, on one node or several: speed and memory, never numbers.
+HOW_TRAINED = {
+    "mem_mb": machine("train", "mem_mb"),
+    "runtime": training_minutes,
+    "generator": machine("generator"),
+    "tensor_parallel": machine("tensor_parallel"),
+    "rollout_gpus": 0,
+    "engine_memory": "0.4",
+    "zero_stage": machine("zero_stage"),
+    "micro_batch_tokens": machine("micro_batch_tokens"),
+    "activation_checkpointing": machine("activation_checkpointing"),
+    "save_every": STUDY.save_every,
+    "supersede": supersede,
+    "slurm_extra": NOTICE,
+}
 
 # --- before any work ----------------------------------------------------------------------------------------------------
 

@@ -13,25 +13,14 @@ rule train:
     threads: machine("train", "threads")
     resources:
         **placed("train"),
-        mem_mb=machine("train", "mem_mb"),
-        runtime=training_minutes,
+        **HOW_TRAINED,
         gpu=machine("train", "gpu"),
         launcher=machine("launcher"),
-        generator=machine("generator"),
-        tensor_parallel=machine("tensor_parallel"),
-        rollout_gpus=0,
-        engine_memory="0.4",
-        zero_stage=machine("zero_stage"),
-        micro_batch_tokens=machine("micro_batch_tokens"),
-        activation_checkpointing=machine("activation_checkpointing"),
-        save_every=STUDY.save_every,
-        supersede=supersede,
-        slurm_extra=NOTICE,
     params:
         spec=run_spec,
         folder=subpath(output.marker, parent=True),
     shell:
-        "{resources.launcher} -m erpo train --log {log:q} --spec {params.spec:q} --name {wildcards.run:q}"
+        "{resources.launcher} erpo train --log {log:q} --spec {params.spec:q} --name {wildcards.run:q}"
         " --seed {wildcards.seed} --step {wildcards.step} --model {input.model:q} --queries {input.queries:q}"
         " --reference {input.reference:q} --benchmarks {input.probe:q} --previous {input.previous:q} --work {params.folder:q}/work --marker {output.marker:q}"
         " --generator {resources.generator} --tensor-parallel {resources.tensor_parallel}"
@@ -47,12 +36,4 @@ use rule train as train_across_nodes with:
         run=one_of(SEVERAL_NODES),
     resources:
         **spread(),
-        mem_mb=machine("train", "mem_mb"),
-        runtime=training_minutes,
-        generator=machine("generator"),
-        zero_stage=machine("zero_stage"),
-        micro_batch_tokens=machine("micro_batch_tokens"),
-        activation_checkpointing=machine("activation_checkpointing"),
-        save_every=STUDY.save_every,
-        supersede=supersede,
-        slurm_extra=NOTICE,
+        **HOW_TRAINED,
