@@ -1,4 +1,4 @@
-"""What the benchmarks share: paired runs in alternating order, a table of medians and ratios, a JSON file, peak memory of a child."""
+"""What the benchmarks share: paired runs in alternating order, a table of medians and ratios, a JSON file, memory of a child."""
 
 from __future__ import annotations
 

@@ -117,6 +117,44 @@ def plan_micro_batches(
     return [[hand[rank] for hand in hands] for rank in range(num_ranks)]
 
 
+def plan_shared_micro_batches(
+    query_lengths: np.ndarray, response_lengths: np.ndarray, group: np.ndarray, token_budget: int, num_ranks: int = 1
+) -> list[list[np.ndarray]]:
+    """Like `plan_micro_batches` where queries are computed once: siblings stay together, and a group costs its query once.
+
+    A group above the budget is halved until it fits or is one row; its query is then computed once in each part.
+
+    Args:
+        query_lengths: tokens of each row's query.
+        response_lengths: tokens of each row's response.
+        group: query of each row.
+        token_budget: largest cost of a micro-batch.
+        num_ranks: ranks that share the rows.
+    """
+    waiting = [np.flatnonzero(group == number) for number in np.unique(group)]
+    units: list[np.ndarray] = []
+    while waiting:
+        rows = waiting.pop()
+        if len(rows) > 1 and _shared_cost(rows, query_lengths, response_lengths) > token_budget:
+            ordered = rows[np.argsort(-response_lengths[rows], kind="stable")]
+            waiting += [np.sort(ordered[: len(rows) // 2]), np.sort(ordered[len(rows) // 2 :])]
+        else:
+            units.append(rows)
+    units.sort(key=lambda rows: int(rows[0]))
+    costs = [_shared_cost(rows, query_lengths, response_lengths) for rows in units]
+    plan = plan_micro_batches(costs, token_budget, num_ranks)
+    return [[np.concatenate([units[i] for i in piece]) if len(piece) else piece for piece in rank] for rank in plan]
+
+
+def _shared_cost(rows: np.ndarray, query_lengths: np.ndarray, response_lengths: np.ndarray) -> int:
+    return int(query_lengths[rows[0]] + len(rows) * response_lengths[rows].max())
+
+
+def padded_tokens(lengths: np.ndarray, plan: list[list[np.ndarray]]) -> int:
+    """Positions that all ranks compute under a plan of `plan_micro_batches`, padding included."""
+    return sum(len(rows) * int(lengths[rows].max()) for rank in plan for rows in rank if len(rows))
+
+
 def _cut(order: np.ndarray, sizes: np.ndarray, budget: int) -> list[np.ndarray]:
     """Consecutive pieces of rows sorted from long to short; the first row of a piece sets its width."""
     pieces, start = [], 0

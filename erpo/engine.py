@@ -30,8 +30,9 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from erpo.config import Machine, RunConfig
-from erpo.objective import RolloutBatch, token_logprobs
+from erpo.objective import RolloutBatch
 from erpo.processes import agree, barrier, gather_objects, join_processes, together
+from erpo.scoring import Scorer, can_share_queries
 
 __all__ = ["Engine", "PolicyModule", "StepResult", "agree", "barrier", "gather_objects", "join_processes", "together"]
 
@@ -61,7 +62,7 @@ class PolicyModule(nn.Module):
 
     def __init__(self, policy: nn.Module, with_value_head: bool, seed: int = 0, entropy_gradient: bool = False) -> None:
         super().__init__()
-        self.policy, self.entropy_gradient = policy, entropy_gradient
+        self.policy, self.scorer = policy, Scorer(policy, entropy_gradient)
         self.value_head: nn.Module | None = None
         if with_value_head:
             config = policy.config.get_text_config()  # pyright: ignore
@@ -74,19 +75,22 @@ class PolicyModule(nn.Module):
                     parameter.copy_(torch.randn(parameter.shape, generator=generator) * scale)
             self.value_head = head.to(next(policy.parameters()).dtype)
 
-    def forward(self, batch: RolloutBatch, temperature: float) -> tuple[Tensor, Tensor, Tensor | None]:
+    def forward(self, batch: RolloutBatch, temperature: float, share_queries: bool = False) -> tuple[Tensor, Tensor, Tensor | None]:
         """Log-probs [B, S-1] and entropy [B, S-1] of the predicted tokens, values [B, S-1] or None.
 
-        Rows are right-padded and attention is causal, so no padding mask is needed: no real token sees padding.
+        Args:
+            batch: rows.
+            temperature: of the responses.
+            share_queries: compute the query of each group once; see `erpo.scoring`.
         """
-        output = self.policy(input_ids=batch.input_ids, use_cache=False, output_hidden_states=self.value_head is not None)
-        logprobs, entropy = token_logprobs(
-            output.logits, batch.input_ids, batch.response_mask, temperature, entropy_gradient=self.entropy_gradient
-        )
+        if share_queries:
+            found = self.scorer.groups(batch, temperature)
+            return found.logprobs, found.entropy, None
+        found = self.scorer.rows(batch, temperature, with_hidden=self.value_head is not None)
         values = None
-        if self.value_head is not None:
-            values = self.value_head(output.hidden_states[-1][:, :-1].detach()).squeeze(-1).float()
-        return logprobs, entropy, values
+        if self.value_head is not None and found.hidden is not None:
+            values = self.value_head(found.hidden[:, :-1].detach()).squeeze(-1).float()
+        return found.logprobs, found.entropy, values
 
 
 @contextmanager
@@ -164,9 +168,14 @@ class Engine:
 
     # --- one update
 
-    def forward(self, batch: RolloutBatch, temperature: float) -> tuple[Tensor, Tensor, Tensor | None]:
+    @property
+    def can_share_queries(self) -> bool:
+        """Whether this policy's updates may compute queries once: plain attention, no critic, weights whole on every rank."""
+        return self.machine.zero_stage < 3 and self.module.value_head is None and can_share_queries(self.module.policy)
+
+    def forward(self, batch: RolloutBatch, temperature: float, share_queries: bool = False) -> tuple[Tensor, Tensor, Tensor | None]:
         """See `PolicyModule.forward`."""
-        return self._deepspeed(batch, temperature)
+        return self._deepspeed(batch, temperature, share_queries)
 
     def expect(self, is_last: bool) -> None:
         """Say before each forward and backward whether it is the last micro-batch of the update on this rank."""

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from erpo.advantages import compute_advantages
-from erpo.batching import collate, plan_micro_batches
+from erpo.batching import collate, padded_tokens, plan_micro_batches, plan_shared_micro_batches
 from erpo.config import Machine, RunConfig
 from erpo.engine import Engine, PolicyModule, gather_objects
 from erpo.objective import (
@@ -24,11 +24,14 @@ from erpo.objective import (
     query_nll,
     query_weights,
     reduce_metrics,
-    token_logprobs,
     total_loss,
     weight_statistics,
 )
 from erpo.rollouts import Experience
+from erpo.scoring import Scorer, can_share_queries, shared_tokens
+
+_SHARING_PAYS = 1.2
+"""Positions of whole rows per position with shared queries from which sharing wins: it takes two passes through the layers."""
 
 
 class Learner:
@@ -122,8 +125,8 @@ class Learner:
     def _score_policy(self, batch: RolloutBatch, wanted: Tensor) -> tuple[Tensor, Tensor | None]:
         """Log-probs (and values) [B, S-1] of the wanted rows under the current policy; zeros elsewhere."""
 
-        def forward(micro: RolloutBatch) -> tuple[Tensor, Tensor | None]:
-            logprobs, _, values = self.engine.forward(micro, self.run.temperature)
+        def forward(micro: RolloutBatch, shared: bool) -> tuple[Tensor, Tensor | None]:
+            logprobs, _, values = self.engine.forward(micro, self.run.temperature, shared)
             return logprobs, values
 
         return self._score(batch, wanted, forward)
@@ -131,9 +134,11 @@ class Learner:
     def _with_response_reference(self, batch: RolloutBatch, wanted: Tensor) -> Tensor:
         """Reference log-probs [B, S-1]: queries from the cache, responses of wanted rows from a forward, nan elsewhere."""
 
-        def forward(micro: RolloutBatch) -> tuple[Tensor, None]:
-            logits = self.reference(input_ids=micro.input_ids, use_cache=False).logits
-            return token_logprobs(logits, micro.input_ids, micro.response_mask, self.run.temperature)[0], None
+        def forward(micro: RolloutBatch, shared: bool) -> tuple[Tensor, None]:
+            scorer = Scorer(self.reference)
+            shared = shared and can_share_queries(self.reference)
+            scores = (scorer.groups if shared else scorer.rows)(micro, self.run.temperature)
+            return scores.logprobs, None
 
         scored, _ = self._score(batch, wanted, forward)
         assert batch.ref_logprobs is not None
@@ -141,13 +146,13 @@ class Learner:
 
     @torch.no_grad()
     def _score(
-        self, batch: RolloutBatch, wanted: Tensor, forward: Callable[[RolloutBatch], tuple[Tensor, Tensor | None]]
+        self, batch: RolloutBatch, wanted: Tensor, forward: Callable[[RolloutBatch, bool], tuple[Tensor, Tensor | None]]
     ) -> tuple[Tensor, Tensor | None]:
         """Run `forward` over the wanted rows, shared among ranks; every rank receives the whole [B, S-1] results, 0 elsewhere."""
         index = torch.nonzero(wanted).squeeze(1).numpy()
         mine = []
-        for rows, micro in self._micro_batches(batch.rows(index)):
-            outputs = forward(micro)
+        for rows, micro, shared in self._micro_batches(batch.rows(index)):
+            outputs = forward(micro, shared)
             if len(rows):
                 mine.append((index[rows], *(None if out is None else out.float().cpu().numpy() for out in outputs)))
         found: list[Tensor | None] = [None, None]
@@ -162,10 +167,14 @@ class Learner:
         assert scored is not None
         return scored, values
 
-    def _micro_batches(self, batch: RolloutBatch) -> Iterator[tuple[np.ndarray, RolloutBatch]]:
-        """Row indices and rows of each micro-batch of this rank; idle ranks get a padding row and no indices, to stay in step."""
-        for rows in plan_micro_batches(batch.lengths.numpy(), self.machine.micro_batch_tokens, self.world)[self.rank]:
-            yield rows, batch.rows(rows).to(self.engine.device)
+    def _micro_batches(self, batch: RolloutBatch) -> Iterator[tuple[np.ndarray, RolloutBatch, bool]]:
+        """Row indices and rows of each micro-batch of this rank, and whether its queries are to be computed once.
+
+        Idle ranks get a padding row and no indices, to stay in step.
+        """
+        plan, shared = plan_rows(batch, self.machine, self.world, self.engine.can_share_queries)
+        for rows in plan[self.rank]:
+            yield rows, batch.rows(rows).to(self.engine.device), shared and len(rows) > 0
 
     def _with_online_weights(self, part: RolloutBatch) -> RolloutBatch:
         """Weights from the current policy's query likelihood over this optimizer batch (the released patch's reading)."""
@@ -194,9 +203,9 @@ class Learner:
         train_policy = run.advantage != "gae" or step > run.value_warmup_steps
         shares = []
         micro_batches = list(self._micro_batches(batch))
-        for position, (_, micro) in enumerate(micro_batches):
+        for position, (_, micro, shared) in enumerate(micro_batches):
             self.engine.expect(is_last=position == len(micro_batches) - 1)
-            logprobs, entropy, values = self.engine.forward(micro, run.temperature)
+            logprobs, entropy, values = self.engine.forward(micro, run.temperature, shared)
             share = total_loss(logprobs, micro, counts, run, entropy=entropy, values=values, train_policy=train_policy)
             self.engine.backward(share.loss)
             shares.append(share.metrics)
@@ -213,6 +222,20 @@ class Learner:
             "grad/norm": done.grad_norm,
             "update/applied": float(done.applied),
         }
+
+
+def plan_rows(batch: RolloutBatch, machine: Machine, num_ranks: int, can_share: bool) -> tuple[list[list[np.ndarray]], bool]:
+    """Micro-batches of every rank, and whether queries are to be computed once: where allowed and worth it, or asked for."""
+    budget, lengths = machine.micro_batch_tokens, batch.lengths.numpy()
+    whole = plan_micro_batches(lengths, budget, num_ranks)
+    if machine.share_queries == "off" or not can_share:
+        return whole, False
+    queries, group = batch.query_lengths.numpy(), batch.group.numpy()
+    shared = plan_shared_micro_batches(queries, lengths - queries, group, budget, num_ranks)
+    once = sum(shared_tokens(queries[rows], lengths[rows] - queries[rows], group[rows]) for rank in shared for rows in rank)
+    if machine.share_queries == "on" or padded_tokens(lengths, whole) >= _SHARING_PAYS * once:
+        return shared, True
+    return whole, False
 
 
 def gradient_cosine(module: PolicyModule, micro: RolloutBatch, counts: GlobalCounts, run: RunConfig) -> float:

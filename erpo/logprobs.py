@@ -46,7 +46,9 @@ def head_logprobs(
         return _HeadLogprobs.apply(hidden, head.weight, head.bias, labels, scale, rows, entropy_gradient)  # pyright: ignore
     rows = max(1, chunk_elements // _width(head))
     parts = [
-        checkpoint(_called, head, hidden[i : i + rows], labels[i : i + rows], scale[i : i + rows], entropy_gradient, use_reentrant=False)
+        checkpoint(
+            _called, head, hidden[i : i + rows], labels[i : i + rows], scale[i : i + rows], entropy_gradient, use_reentrant=False
+        )
         for i in range(0, max(len(hidden), 1), rows)
     ]
     return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])  # pyright: ignore
@@ -69,8 +71,15 @@ class _HeadLogprobs(torch.autograd.Function):
     """Two passes over chunks of positions; d log p(y) = onehot(y) - p and dH = -p (log p + H) in the logits."""
 
     @staticmethod
-    def forward(  # noqa: D102
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, scale: Tensor, rows: int, entropy_gradient: bool
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        labels: Tensor,
+        scale: Tensor,
+        rows: int,
+        entropy_gradient: bool,
     ) -> tuple[Tensor, Tensor]:
         logprobs, entropies, normalizers = (scale.new_empty(len(hidden)) for _ in range(3))
         for i in range(0, len(hidden), rows):
@@ -88,7 +97,7 @@ class _HeadLogprobs(torch.autograd.Function):
         return logprobs, entropies
 
     @staticmethod
-    def backward(ctx: Any, grad_logprobs: Tensor, grad_entropies: Tensor) -> tuple[Tensor | None, ...]:  # noqa: D102
+    def backward(ctx: Any, grad_logprobs: Tensor, grad_entropies: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, labels, scale, normalizers, entropies = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden)
         # Sums over many chunks lose digits in half precision.

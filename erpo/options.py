@@ -56,6 +56,7 @@ MACHINE_OPTIONS: dict[str, Callable[[str], Any]] = {
     "micro_batch_tokens": int,
     "offload_optimizer": flag,
     "offload_parameters": flag,
+    "share_queries": str,
     "activation_checkpointing": flag,
     "generator": str,
     "tensor_parallel": int,
