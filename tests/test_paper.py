@@ -94,11 +94,17 @@ def test_parquet_and_csv_hold_the_same(tmp_path):
 def test_sidecar_proves_its_inputs(tmp_path):
     _, scores = build(tmp_path, MAIN)
     sidecar = json.loads((tmp_path / "tables/main.json").read_text())
-    assert len(sidecar["inputs"]) == 6
-    for entry in sidecar["inputs"]:
+    assert [entry["kind"] for entry in sidecar["inputs"]] == 6 * ["scores"] + 4 * ["training"]
+    for entry in sidecar["inputs"][:6]:
         path = scores[Cell(entry["run"], entry["seed"], entry["step"])]
         assert entry["sha256"] == hashlib.sha256(path.read_bytes()).hexdigest()
     assert sidecar["commits"] == ["c" * 40]
+    assert sidecar["seeds"] == {"base": [0, 1], "grpo": [0, 1], "erpo": [0, 1]}
+    assert sidecar["configurations"]["erpo"]["run"] == {"kl_on": "query", "query_weight": "reference_likelihood"}
+    assert sidecar["versions"] == {"math-verify": ["0.9.0"], "torch": ["2.13.0"]}
+    assert sidecar["hardware"] == ["2 x a GPU"]
+    assert sidecar["training_seconds"] == 4 * 20 * 2.0  # 4 trainings of 20 steps of 2 seconds
+    assert sidecar["gpu_hours"] == pytest.approx(2 * 160 / 3600)
     assert sidecar["outputs"]["main.csv"] == hashlib.sha256((tmp_path / "tables/main.csv").read_bytes()).hexdigest()
 
 
@@ -223,6 +229,29 @@ def test_mixed_commits_are_shown(tmp_path):
     write_scores(path, pq.read_table(path), {**read_facts(path), "commit": "d" * 40})
     make_table(**inputs_of(study, "main", scores, markers), out_stem=tmp_path / "main")
     assert "made by 2 commits" in (tmp_path / "main.md").read_text()
+
+
+def test_seeds_trained_under_different_settings_make_no_row(tmp_path):
+    study = study_with(tmp_path, MAIN)
+    scores, markers = make_results(tmp_path, study)
+    path = markers[Cell("erpo", 1, 20)]
+    marker = json.loads(path.read_text())
+    marker["spec"]["run"]["learning_rate"] = 5e-6
+    path.write_text(json.dumps(marker))
+    with pytest.raises(ValueError, match=r"step20.json and .* were trained under different settings \(run.learning_rate\)"):
+        make_table(**inputs_of(study, "main", scores, markers), out_stem=tmp_path / "main")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("sampling", {"top_p": 0.9}), ("prompt_suffix", " Think."), ("benchmarks", {"easy": 19, "hard": 20})]
+)
+def test_scores_of_different_evaluations_make_no_table(tmp_path, key, value):
+    study = study_with(tmp_path, MAIN)
+    scores, markers = make_results(tmp_path, study)
+    path = scores[Cell("grpo", 1, 20)]
+    write_scores(path, pq.read_table(path), {**read_facts(path), key: value})
+    with pytest.raises(ValueError, match=f"evaluated under different settings \\({key}: "):
+        make_table(**inputs_of(study, "main", scores, markers), out_stem=tmp_path / "main")
 
 
 def test_notes_say_rule_samples_temperatures_and_interval(tmp_path):

@@ -15,6 +15,7 @@ from erpo.paper.report import duration, make_report
 from erpo.paper.tables import make_table
 from tests.synthetic import inputs_of, make_results, study_with
 
+REPORTED = "  beside: {runs: ['*'], columns: reported, caption: Ours beside the paper.}\n"
 TABLES = (
     "  main: {runs: [base, grpo, erpo], baseline: grpo, caption: Swept accuracy.}\n  plain: {runs: [grpo], columns: temperature}\n"
 )
@@ -22,7 +23,7 @@ FIGURES = "  drift: {kind: drift, runs: [grpo, erpo], caption: Drift.}\n"
 
 
 def write_report(folder, gain, keep=lambda cell: True):
-    study = study_with(folder, TABLES, FIGURES)
+    study = study_with(folder, TABLES + REPORTED, FIGURES)
     scores, markers = make_results(folder, study, gain, keep)
     for name in study.tables:
         make_table(**inputs_of(study, name, scores, markers), out_stem=folder / "tables" / name)
@@ -87,6 +88,7 @@ def test_the_answer_names_the_winner_and_how_sure_that_is(report):
         r"Over the whole sweep: erpo is above grpo \(\+\d+\.\d points \[\+\d+\.\d, \+\d+\.\d\], p = 0\.\d+, same sign in 2 of 2",
         text,
     )
+    assert "Highest by temperature: erpo is highest at all 3 temperatures, above every other run here." in text
     assert "Temperature by temperature: erpo is above grpo at all 3 temperatures." in text
     assert "With 2 seeds a run" in text
 
@@ -102,13 +104,17 @@ def test_without_a_difference_nothing_is_claimed(tmp_path):
     found = said(tmp_path, gain=0.0)
     about = [sentence for sentence in found.sentences if "erpo" in sentence]
     assert about
-    assert all("no difference shown" in sentence or "no single temperature" in sentence for sentence in about)
+    claimless = ("no difference shown", "no single temperature", "is not told apart from")
+    assert all(any(words in sentence for words in claimless) for sentence in about)
+    assert not any("is highest" in sentence for sentence in found.sentences)
+    assert all(len(row["leaders"]) > 1 for row in found.rows)
 
 
 def test_incomplete_samples_allow_no_verdict(tmp_path):
     found = said(tmp_path, gain=0.25, keep=lambda cell: cell != Cell("erpo", 1, 20))
     assert any("rests on incomplete samples" in sentence for sentence in found.sentences)
     assert not any("erpo is above" in sentence for sentence in found.sentences)
+    assert "Highest by temperature: at all 3 temperatures samples are missing." in found.sentences
     assert any("Some samples are missing" in caution for caution in found.cautions)
 
 
@@ -128,7 +134,9 @@ def test_runs_cost_and_provenance_are_there(report):
     texts = Page(report).texts
     assert "kl_on" in texts
     assert '"query"' in texts
-    assert "Training took 2.7 min in all, as the logs of the steps add up." in texts  # 4 runs x 20 steps x 2 seconds
+    assert "Training took 2.7 min in all, as the logs of the steps add up: 0.08889 GPU-hours." in texts  # 4 x 20 x 2 s, 2 GPUs
+    assert "4 runs, 4 checkpoints" in texts
+    assert any("torch 2.13.0" in text and "Trained on: 2 x a GPU." in text for text in texts)
     assert "10 input files with checksums" in texts
     assert [text for text in texts if text == "†"] == []
 
@@ -166,12 +174,20 @@ addEventListener("load", () => {
     table.tHead.rows[0].cells[place].querySelector("button").click();
     clicks.push(place ? column() : names());
   }
+  const beside = document.querySelector("#table-beside ~ .scroll table");
+  beside.tHead.rows[0].cells[4].querySelector("button").click();
+  const verdicts = [...beside.tBodies[0].rows].map((row) => row.cells[4].textContent);
+  for (const button of document.querySelectorAll("table.sortable th button")) button.click();
+  const tables = document.querySelectorAll("table.sortable").length;
+  const sorted = document.querySelectorAll("table.sortable th[aria-sort]").length;
+  for (const run of document.querySelectorAll("#runs details")) run.open = true;
+  const charts = document.querySelectorAll("#run-erpo svg polyline").length;
   document.querySelector("img.zoom").click();
   const lens = document.getElementById("lens");
   const zoomed = lens.open && lens.querySelector("img").naturalWidth > 500;
   lens.click();
   const requests = performance.getEntriesByType("resource").map((entry) => entry.name.slice(0, 5));
-  const result = { clicks, zoomed, closed: !lens.open, seen, requests };
+  const result = { clicks, verdicts, tables, sorted, charts, zoomed, closed: !lens.open, seen, requests };
   document.body.dataset.result = JSON.stringify(result);
 });
 </script>"""
@@ -197,6 +213,10 @@ def test_tables_sort_and_figures_zoom_in_a_browser(report):
     assert [float(value) for value in falling] == sorted(map(float, falling), reverse=True)
     assert rising == falling[::-1]
     assert names == ["grpo", "erpo", "base"]
+    assert found["verdicts"] == sorted(found["verdicts"], reverse=True)
+    assert len(set(found["verdicts"])) == 3
+    assert found["tables"] == found["sorted"] == 7  # answer, main, plain, two of the comparison, cost, inputs
+    assert found["charts"] == 12  # six curves of two seeds
     assert (found["zoomed"], found["closed"], found["seen"]) == (True, True, [])
     assert set(found["requests"]) <= {"data:"}
     assert console == []

@@ -122,8 +122,8 @@ def _refuse_mixed(paths: Sequence[Path], facts: Sequence[Mapping[str, Any]]) -> 
         if _cell(fact) in seen:
             raise ValueError(f"{seen[_cell(fact)]} and {path} both claim to be {_cell(fact)}; give one of them")
         seen[_cell(fact)] = path
-        for key in ("sampling", "benchmarks"):
-            here, there = _comparable(fact[key]), _comparable(facts[0][key])
+        for key in ("sampling", "benchmarks", "prompt_suffix"):
+            here, there = _comparable(fact.get(key)), _comparable(facts[0].get(key))
             if here != there:
                 raise ValueError(
                     f"{paths[0]} and {path} were evaluated under different settings ({key}: {json.dumps(there)} against "
@@ -131,9 +131,9 @@ def _refuse_mixed(paths: Sequence[Path], facts: Sequence[Mapping[str, Any]]) -> 
                 )
 
 
-def _comparable(settings: Mapping[str, Any]) -> dict[str, Any]:
+def _comparable(settings: Any) -> Any:
     """Settings that must agree between checkpoints; the end tokens belong to the model."""
-    return {key: value for key, value in settings.items() if key != "stop_ids"}
+    return {key: value for key, value in settings.items() if key != "stop_ids"} if isinstance(settings, dict) else settings
 
 
 def _grid(parts: list[Counted], facts: list[dict[str, Any]], samples: int, with_answers: bool) -> Scores:

@@ -11,8 +11,8 @@ import numpy as np
 
 from erpo.config import temperature_label
 from erpo.paper.aggregate import Scores, metric_label, problem_values, read_scores
-from erpo.paper.summaries import ALPHA, Place, corrected, difference, seeds_by_checkpoint, summarise
-from erpo.paper.wording import comparison, is_sure, ranges
+from erpo.paper.summaries import ALPHA, Place, Summary, corrected, difference, seeds_by_checkpoint, summarise
+from erpo.paper.wording import comparison, is_sure, listed, ranges
 
 METRIC = "avg@n"
 
@@ -28,6 +28,8 @@ class Answer:
     rows: list[dict[str, Any]] = field(default_factory=list)
     """One per temperature or band: label, values by run, and comparisons by run."""
     cautions: list[str] = field(default_factory=list)
+    title: str = ""
+    """Caption of the table whose runs are compared."""
 
 
 def answer(spec: dict[str, Any], paths: Sequence[Path], counts: Path | None = None) -> Answer:
@@ -39,7 +41,8 @@ def answer(spec: dict[str, Any], paths: Sequence[Path], counts: Path | None = No
         counts: folder that keeps counts of samples by content (`erpo.paper.counting`).
     """
     baseline = spec["artefact"]["baseline"]
-    found = Answer(runs=list(spec["runs"]), baseline=baseline or "", metric=metric_label(METRIC, spec["samples"]))
+    title = spec["artefact"]["caption"] or spec["name"]
+    found = Answer(runs=list(spec["runs"]), baseline=baseline or "", metric=metric_label(METRIC, spec["samples"]), title=title)
     if not paths:
         found.sentences.append("There are no scores yet, so there is no answer yet.")
         return found
@@ -51,6 +54,7 @@ def answer(spec: dict[str, Any], paths: Sequence[Path], counts: Path | None = No
         return found
     for is_temperature in (True, False):
         _correct([row for row in found.rows if row["is_temperature"] == is_temperature], len(found.runs) - 1)
+    found.sentences += _highest([row for row in found.rows if row["is_temperature"]])
     trained = {run for run, _, step in spec["cells"] if step > 0}
     for run in sorted(found.runs, key=lambda run: run not in trained):  # what was trained first
         if run != baseline:
@@ -103,6 +107,7 @@ def _row(
                 "complete": cells[run].is_complete and cells[baseline].is_complete,
             }
     return {
+        "leaders": _leaders(scores, values, places, cells, len(list(_parts(spec)))),
         "label": label,
         "words": words,
         "is_temperature": single,
@@ -110,6 +115,40 @@ def _row(
         "cells": cells,
         "compared": compared,
     }
+
+
+def _leaders(scores: Scores, values: np.ndarray, places: dict[str, Place], cells: dict[str, Summary], rows: int) -> list[str]:
+    """The run with the highest value and those not shown to be below it, corrected for all pairs of runs in all rows."""
+    known = {run: cell.value for run, cell in cells.items() if cell.is_complete}
+    if len(known) < len(cells) or len(known) < 2:
+        return []
+    best = max(known, key=lambda run: known[run])
+    planned = rows * len(known) * (len(known) - 1) // 2
+    level = []
+    for run, place in places.items():
+        change = difference(scores, values, places[best], place) if run != best else None
+        sure = change is not None and change.seeds_agreeing == len(change.by_seed) and change.value > 0
+        if run != best and not (sure and change is not None and corrected(change.p_value, planned) < ALPHA):
+            level.append(run)
+    return [best, *level]
+
+
+def _highest(rows: list[dict[str, Any]]) -> list[str]:
+    """Who is highest at which temperature, and with whom it is not told apart."""
+    known = [row["temperatures"][0] for row in rows]
+    groups: dict[tuple[str, ...], list[float]] = {}
+    for row in rows:
+        groups.setdefault(tuple(row["leaders"][:1] + sorted(row["leaders"][1:])), []).append(row["temperatures"][0])
+    said = []
+    for leaders, at in groups.items():
+        where = ranges(at, known)
+        if len(leaders) == 1:
+            said.append(f"{leaders[0]} is highest at {where}, above every other run here")
+        elif leaders:
+            said.append(f"at {where} {leaders[0]} has the highest value, but is not told apart from {listed(leaders[1:])}")
+        else:
+            said.append(f"at {where} samples are missing")
+    return [f"Highest by temperature: {'; '.join(said)}."] if said else []
 
 
 def _correct(rows: list[dict[str, Any]], runs: int) -> None:
@@ -127,16 +166,16 @@ def _about(run: str, baseline: str, rows: list[dict[str, Any]]) -> list[str]:
     if not single:
         return sentences
     known = [row["temperatures"][0] for row in single]
-    said, left = [], len(single)
+    said, rest = [], list(known)
     for word, sign in (("above", 1), ("below", -1)):
         lines = [(row["temperatures"][0], row["compared"][run]) for row in single]
         at = [value for value, line in lines if is_sure(line) and np.sign(line["difference"]) == sign]
         said += [f"{word} {baseline} at {ranges(at, known)}"] if at else []
-        left -= len(at)
+        rest = [value for value in rest if value not in at]
     if not said:
         return [*sentences, f"At no single temperature is {run} shown to differ from {baseline}."]
-    rest = f"; at the other {left} no difference is shown" if left else ""
-    return [*sentences, f"Temperature by temperature: {run} is {' and '.join(said)}{rest}."]
+    none = f"; no difference is shown at {ranges(rest, known)}" if rest else ""
+    return [*sentences, f"Temperature by temperature: {run} is {' and '.join(said)}{none}."]
 
 
 def _cautions(spec: dict[str, Any], found: Answer) -> list[str]:

@@ -18,7 +18,7 @@ import yaml
 from erpo.config import Cell, RunConfig
 from erpo.paper import curves as statements
 from erpo.paper.aggregate import Scores, problem_values, read_scores
-from erpo.paper.curves import band, read_curves, read_markers, seed_values, smooth
+from erpo.paper.curves import band, longest, read_curves, read_markers, seed_values, smooth
 from erpo.paper.summaries import Place, difference, seeds_by_checkpoint, summarise
 from erpo.paper.typeset import Block, Entry, Sheet
 from erpo.paper.wording import NOTHING, listed, plain
@@ -33,6 +33,7 @@ _WINDOW = 10
 """Steps of the running mean in which training accuracy is judged."""
 _SIGNIFICANT = 0.05
 _OUTGROWN = 2.0
+_COLLAPSED = 0.8
 
 AGREES, DIFFERS, INCOMPARABLE, HOLDS, FAILS = "agrees", "differs", "not comparable", "holds", "does not hold"
 
@@ -202,6 +203,9 @@ def _judge_setting(entry: dict[str, Any], results: Results) -> Verdict:
         "samples": results.spec["samples"],
         "lowest_temperature": min(results.spec["temperatures"]),
         "highest_temperature": max(results.spec["temperatures"]),
+        "low_band_end": results.spec["low_band"][1],
+        "high_band_start": results.spec["high_band"][0],
+        "high_band_end": results.spec["high_band"][1],
     }
     trained = [step for step in results.steps(entry["run"]) if step > 0]
     if trained:
@@ -277,8 +281,36 @@ def _high_band_rises(entry: dict[str, Any], results: Results) -> Verdict:
     return _said(change.value > 0 and change.p_value < _SIGNIFICANT, why)
 
 
+def _collapses(entry: dict[str, Any], results: Results) -> Verdict:
+    steps, low, high = _bands(entry, results)
+    late = [index for index, step in enumerate(steps) if step > entry["step"]]
+    if (short := _short(steps)) is not None or not late:
+        return short or Verdict(INCOMPARABLE, f"no complete checkpoint beyond step {entry['step']}")
+    left = {name: min(values[index] for index in late) / max(values) for name, values in (("low", low), ("high", high))}
+    why = listed([f"the {name} band falls to {100 * share:.0f}% of its best" for name, share in left.items()])
+    return _said(all(share <= _COLLAPSED for share in left.values()), f"{why} (80% or less asked of both)")
+
+
+def _keeps_more(entry: dict[str, Any], results: Results) -> Verdict:
+    """Whether a run keeps a larger share of its best than another does, in both bands, at the last checkpoint of both."""
+    ours, theirs = (_bands({**entry, "run": name}, results) for name in (entry["run"], entry["than"]))
+    common = sorted(set(ours[0]) & set(theirs[0]))
+    if (short := _short(common)) is not None:
+        return short
+    kept = [[_kept(steps, values, common[-1]) for values in bands] for steps, *bands in (ours, theirs)]
+    why = [
+        f"{name} keeps {100 * low:.0f}% (low) and {100 * high:.0f}% (high)"
+        for name, (low, high) in zip((entry["run"], entry["than"]), kept, strict=True)
+    ]
+    return _said(all(a > b for a, b in zip(*kept, strict=True)), f"of its best at step {common[-1]} {listed(why)}")
+
+
+def _kept(steps: Sequence[int], values: Sequence[float], step: int) -> float:
+    return values[list(steps).index(step)] / max(values)
+
+
 def _explodes(entry: dict[str, Any], results: Results) -> Verdict:
-    curve = band(results.curves, entry["run"], entry["metric"])
+    curve = band(longest(results.curves, entry["run"]), entry["run"], entry["metric"])
     if len(curve.steps) == 0 or curve.steps[-1] <= entry["step"]:
         return Verdict(INCOMPARABLE, f"{entry['metric']} of {entry['run']} is not logged beyond step {entry['step']}")
     after = curve.steps > entry["step"]
@@ -307,6 +339,8 @@ _PREDICATES: dict[str, Callable[[dict[str, Any], Results], Verdict]] = {
     "high_band_first": _high_band_first,
     "low_band_holds": _low_band_holds,
     "high_band_rises": _high_band_rises,
+    "collapses": _collapses,
+    "keeps_more": _keeps_more,
     "explodes": _explodes,
     "query_kl_outgrows": _query_kl_outgrows,
     "accuracy_falls": _accuracy_falls,

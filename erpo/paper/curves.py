@@ -51,6 +51,13 @@ def seed_values(curves: pd.DataFrame, run: str, step: int, key: str, seeds: Iter
     return {int(seed): float(value) for seed, value in zip(rows["seed"], rows[key], strict=True)}
 
 
+def longest(curves: pd.DataFrame, run: str) -> pd.DataFrame:
+    """A run's rows of those seeds that were trained furthest: what a statement on a long run is checked on."""
+    rows = curves[curves["run"] == run]
+    reached = rows.groupby("seed")["step"].max()
+    return rows[rows["seed"].isin(reached.index[reached == reached.max()])]
+
+
 def band(curves: pd.DataFrame, run: str, key: str, last_step: int | None = None) -> Band:
     """A run's curve of one metric over its seeds, at the steps that every seed measured (no seed drops out half-way)."""
     rows = curves[curves["run"] == run]

@@ -213,6 +213,10 @@ def _draw_line(axis: Axes, line: Line, look: Look, number: int, dodge: float, op
         axis.plot(line.x, line.y, linestyle=look.dash, marker=look.marker, markevery=(number * every // 3 % every, every), **colour)
         if has_band:
             axis.fill_between(line.x, line.low, line.high, alpha=opacity, linewidth=0, **colour)
+    lacking = ~line.is_complete
+    if lacking.any() and line.style != "level":
+        at = line.x[lacking] + (dodge if line.style == "points" else 0.0)
+        axis.plot(at, line.y[lacking], linestyle="none", marker=look.marker, markerfacecolor="white", zorder=4, **colour)
 
 
 def _scale(axis: Axes, panel: Panel) -> None:
@@ -220,9 +224,10 @@ def _scale(axis: Axes, panel: Panel) -> None:
     drawn = [line for line in panel.lines if line.is_drawn]
     ends = [line.y[-1] for line in drawn if line.style == "line" and np.isfinite(line.y[-1])]
     positive = len(ends) > 1 and min(ends) > 0 and all(np.nanmin(line.y) >= 0 for line in drawn)
-    if positive and panel.x_label == "step" and max(ends) / min(ends) > _LOG_RATIO:
+    is_share = "percent" in panel.y_label
+    if positive and panel.x_label == "step" and not is_share and max(ends) / min(ends) > _LOG_RATIO:
         axis.set_yscale("log")
-        axis.set_ylim(bottom=min(ends) / 10)
+        axis.set_ylim(bottom=min(ends) / _LOG_RATIO)
     elif drawn and not panel.names and all(np.nanmin([line.low, line.y]) >= 0 for line in drawn):
         axis.set_ylim(bottom=0)
     if panel.x_label == "temperature":

@@ -111,4 +111,4 @@ def hole_notes(frame: pd.DataFrame) -> list[str]:
 def missing_cells(cells: Sequence[Cell], study: str) -> list[str]:
     """The same for figures."""
     targets = sorted({f"results/{study}/scores/{cell.run}/seed{cell.seed}/step{cell.step}.parquet" for cell in cells})
-    return [f"Incomplete: run `snakemake {target}`." for target in targets]
+    return [f"Incomplete (hollow markers; a gap where there is nothing): run `snakemake {target}`." for target in targets]

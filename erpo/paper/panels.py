@@ -35,6 +35,13 @@ class Line:
     low: np.ndarray
     high: np.ndarray
     style: Literal["line", "points", "level", "steps"] = "line"
+    complete: np.ndarray | None = None
+    """bool per point: whether all its samples are there; None: all."""
+
+    @property
+    def is_complete(self) -> np.ndarray:
+        """bool per point."""
+        return np.ones(len(self.x), bool) if self.complete is None else self.complete
 
     @property
     def is_drawn(self) -> bool:
@@ -76,13 +83,13 @@ class Picture:
         """The plotted data, one line per point."""
         parts = [
             pd.DataFrame({"x": line.x, "y": line.y, "low": line.low, "high": line.high}).assign(
-                panel=panel.title, run=line.run, style=line.style
+                panel=panel.title, run=line.run, style=line.style, complete=line.is_complete
             )
             for panel in self.panels
             for line in panel.lines
             if len(line.x)
         ]
-        columns = ["panel", "run", "style", "x", "y", "low", "high"]
+        columns = ["panel", "run", "style", "x", "y", "low", "high", "complete"]
         return pd.concat(parts, ignore_index=True)[columns] if parts else pd.DataFrame(columns=columns)
 
 
@@ -268,7 +275,8 @@ def _gap(sources: Sources, run: str, position: int, step: int, cell: Summary) ->
     if len(recent) == 0 or not np.isfinite(cell.value):
         return Line(run, np.empty(0), np.empty(0), np.empty(0), np.empty(0), "points")
     gap, low, high = (100 * (recent.mean() - value) for value in (cell.value, cell.high, cell.low))
-    return Line(run, np.array([position]), np.array([gap]), np.array([low]), np.array([high]), "points")
+    at, values = np.array([position]), (np.array([gap]), np.array([low]), np.array([high]))
+    return Line(run, at, *values, "points", np.array([cell.is_complete]))
 
 
 def _cell(sources: Sources, run: str, step: int, benchmarks: tuple[str, ...], temperatures: tuple[float, ...]) -> Summary:
@@ -283,7 +291,7 @@ def _cell(sources: Sources, run: str, step: int, benchmarks: tuple[str, ...], te
 def _line(run: str, x: Sequence[float], cells: Sequence[Summary], style: Literal["line", "points", "level"] = "line") -> Line:
     """Cells as a line in percent; a cell without a value leaves a gap."""
     columns = [100 * np.array([getattr(cell, name) for cell in cells], dtype=float) for name in ("value", "low", "high")]
-    return Line(run, np.asarray(x, dtype=float), *columns, style)
+    return Line(run, np.asarray(x, dtype=float), *columns, style, np.array([cell.is_complete for cell in cells], bool))
 
 
 def _within(temperatures: Sequence[float], limits: Sequence[float]) -> tuple[float, ...]:

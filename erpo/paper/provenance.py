@@ -10,12 +10,13 @@ from typing import Any
 
 from erpo import __version__
 from erpo.checkpoint import file_hash
+from erpo.metrics import read_log
 from erpo.paper.aggregate import read_facts
 
 _HOUR = 3600.0
 _PACKAGES = ("numpy", "pandas", "pyarrow", "matplotlib")
 _SCORE_FACTS = ("policy_hash", "spec_hash", "commit", "versions")
-_MARKER_FACTS = ("policy_hash", "spec_hash", "seconds", "commit", "versions", "hardware", "gpus", "ranks")
+_MARKER_FACTS = ("policy_hash", "spec_hash", "commit", "versions", "hardware", "gpus", "ranks")
 
 
 def describe_inputs(scores: Sequence[Path], markers: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -30,8 +31,47 @@ def describe_inputs(scores: Sequence[Path], markers: Sequence[dict[str, Any]]) -
         inputs.append({"kind": "scores", **_file(path), **_chosen(read_facts(path), _SCORE_FACTS)})
     for marker in markers:
         log = marker["path"].parent / marker["metrics"]
-        inputs.append({"kind": "training", **_file(marker["path"]), "log_sha256": file_hash(log), **_chosen(marker, _MARKER_FACTS)})
+        about = {"log_sha256": file_hash(log), "trained_seconds": _trained_seconds(marker, log), "settings": settings_of(marker)}
+        inputs.append({"kind": "training", **_file(marker["path"]), **about, **_chosen(marker, _MARKER_FACTS)})
+    refuse_mixed_settings(inputs)
     return sorted(inputs, key=lambda entry: (entry["kind"], entry["run"], entry["seed"], entry["step"]))
+
+
+def _trained_seconds(marker: Mapping[str, Any], log: Path) -> float:
+    """Seconds of all steps up to the marker's, as the log adds them up: restarts count, waiting in a queue does not."""
+    return float(sum(row.get("time/total", 0.0) for row in read_log(log) if row["step"] <= marker["step"]))
+
+
+def settings_of(marker: Mapping[str, Any]) -> dict[str, Any]:
+    """What decides a run's weights besides seed and step."""
+    return {key: value for key, value in marker.get("spec", {}).items() if key in ("run", "model", "train_set", "results_version")}
+
+
+def refuse_mixed_settings(inputs: Sequence[Mapping[str, Any]]) -> None:
+    """One name, one configuration: seeds and steps of a run that were trained under different settings make no row together.
+
+    Raises:
+        ValueError: with the two files and the settings that differ.
+    """
+    seen: dict[str, Mapping[str, Any]] = {}
+    for entry in inputs:
+        if entry["kind"] != "training":
+            continue
+        first = seen.setdefault(entry["run"], entry)
+        here, there = _flat(entry["settings"]), _flat(first["settings"])
+        unlike = sorted(key for key in here.keys() | there.keys() if here.get(key) != there.get(key))
+        if unlike:
+            raise ValueError(
+                f"{first['path']} and {entry['path']} were trained under different settings ({', '.join(unlike)}); "
+                "train both under the same ones before putting them into one row"
+            )
+
+
+def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in settings.items():
+        found |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return found
 
 
 def _chosen(facts: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
@@ -54,8 +94,11 @@ def sidecar(
         "spec": spec,
         "inputs": list(inputs),
         "commits": distinct(inputs, "commit"),
-        "training_seconds": sum(entry.get("seconds", 0.0) for entry in inputs),
-        "gpu_hours": sum(entry.get("seconds", 0.0) * entry.get("gpus", 0) for entry in inputs) / _HOUR,
+        "seeds": seeds_used(spec),
+        "configurations": {entry["run"]: entry["settings"] for entry in inputs if entry["kind"] == "training"},
+        "hardware": distinct(inputs, "hardware"),
+        "versions": used_versions(inputs),
+        **training_cost(inputs),
         "made_by": {
             "erpo": __version__,
             "python": platform.python_version(),
@@ -63,6 +106,31 @@ def sidecar(
         },
         "outputs": {path.name: file_hash(path) for path in outputs},
     }
+
+
+def seeds_used(spec: Mapping[str, Any]) -> dict[str, list[int]]:
+    """Seeds by run."""
+    return {run: sorted({seed for name, seed, _ in spec["cells"] if name == run}) for run in spec["runs"]}
+
+
+def used_versions(inputs: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
+    """Versions of every package that made an input."""
+    found: dict[str, set[str]] = {}
+    for entry in inputs:
+        for name, number in entry.get("versions", {}).items():
+            found.setdefault(name, set()).add(str(number))
+    return {name: sorted(numbers) for name, numbers in sorted(found.items())}
+
+
+def training_cost(inputs: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Seconds and GPU-hours of the training behind the inputs; of several checkpoints of one training the last counts."""
+    last: dict[tuple[str, int], Mapping[str, Any]] = {}
+    for entry in inputs:
+        if entry["kind"] == "training" and entry["step"] >= last.get((entry["run"], entry["seed"]), entry)["step"]:
+            last[entry["run"], entry["seed"]] = entry
+    seconds = sum(entry["trained_seconds"] for entry in last.values())
+    on_gpus = sum(entry["trained_seconds"] * entry.get("gpus", 0) for entry in last.values())
+    return {"training_seconds": seconds, "gpu_hours": on_gpus / _HOUR}
 
 
 def distinct(inputs: Sequence[dict[str, Any]], key: str) -> list[str]:

@@ -18,6 +18,7 @@ from erpo.config import RunConfig
 from erpo.paper.aggregate import read_facts
 from erpo.paper.answer import Answer, answer
 from erpo.paper.curves import read_curves, read_markers
+from erpo.paper.provenance import used_versions
 from erpo.paper.typeset import Sheet
 from erpo.paper.wording import percent, plain, points
 
@@ -35,6 +36,7 @@ _SAMPLES = 6
 _SAMPLE_CHARACTERS = 4000
 _CSS_PIXELS = 0.65
 """Size on the page of a pixel of a figure (200 dpi, shown a little larger than in print)."""
+_HOUR = 3600.0
 _CHART = (220.0, 90.0)
 """Width and height of a small chart."""
 
@@ -74,12 +76,13 @@ def make_report(
         .render(
             study=study_spec,
             version=__version__,
-            answer=_answer(shown_tables, present, counts),
+            answers=_answers(shown_tables, present, counts),
+            beside_paper=_beside_paper(shown_tables),
             tables=shown_tables,
             figures=shown_figures,
             runs=[_run(name, settings, training, curves) for name, settings in study_spec["runs"].items()],
             costs=_costs(training, curves),
-            jobs=_jobs(study_spec, training, present),
+            dag=_dag(study_spec, training, present),
             provenance=_provenance([*shown_tables, *shown_figures]),
         )
     )
@@ -136,16 +139,28 @@ def _link(stem: Path, ending: str, out: Path) -> str:
     return path.relative_to(out.parent).as_posix() if path.is_relative_to(out.parent) else path.as_posix()
 
 
-def _answer(tables: Sequence[dict[str, Any]], scores: Sequence[Path], counts: Path | None) -> Answer:
-    """The comparison of the first table that names a baseline (else of the first one with scores)."""
+def _beside_paper(tables: Sequence[dict[str, Any]]) -> dict[str, str] | None:
+    """What the comparison with the paper comes to, and where it stands."""
+    found = next((table for table in tables if table["sidecar"]["spec"]["artefact"]["columns"] == "reported"), None)
+    return {"name": found["name"], "summary": found["sheet"].notes[0]} if found else None
+
+
+def _answers(tables: Sequence[dict[str, Any]], scores: Sequence[Path], counts: Path | None) -> list[Answer]:
+    """The comparison of the first table that names a baseline (else of the first one with scores), and of further tables of the
+    same kind whose runs are all others: another model.
+    """
     specs = [table["sidecar"]["spec"] for table in tables]
     scored = [spec for spec in specs if spec["artefact"]["columns"] != "reported" and _has_scores(spec)]
     named = [spec for spec in scored if isinstance(spec["artefact"]["baseline"], str)]
     if not scored:
-        return Answer(sentences=["The study has no table of scores, so there is nothing to compare."])
-    spec = (named or scored)[0]
-    wanted = {tuple(cell) for cell in spec["cells"]}
-    return answer(spec, [path for path in scores if _cell(read_facts(path)) in wanted], counts)
+        return [Answer(sentences=["The study has no table of scores, so there is nothing to compare."])]
+    chosen = [(named or scored)[0]]
+    for spec in named:
+        alike = all(spec[key] == chosen[0][key] for key in ("temperatures", "benchmarks"))
+        if alike and not {run for other in chosen for run in other["runs"]} & set(spec["runs"]):
+            chosen.append(spec)
+    known = {_cell(read_facts(path)): path for path in scores}
+    return [answer(spec, [known[tuple(cell)] for cell in spec["cells"] if tuple(cell) in known], counts) for spec in chosen]
 
 
 def _has_scores(spec: dict[str, Any]) -> bool:
@@ -235,23 +250,69 @@ def _costs(training: Sequence[dict[str, Any]], curves: pd.DataFrame) -> dict[str
         part = curves[(curves["run"] == run) & (curves["seed"] == seed)]
         seconds = {name: _total(part, f"time/{name}") for name in ("total", "rollout", "grade", "update")}
         steps, peak = int(part["step"].max()), float(part["memory/peak_gib"].max()) if "memory/peak_gib" in part else math.nan
-        rows.append({"run": run, "seed": seed, "steps": steps, "peak": peak, **seconds})
-    return {"rows": rows, "total": sum(row["total"] for row in rows)}
+        gpus = max(marker.get("gpus", 0) for marker in training if (marker["run"], marker["seed"]) == (run, seed))
+        gpu_hours = gpus * seconds["total"] / _HOUR
+        rows.append({"run": run, "seed": seed, "steps": steps, "peak": peak, "gpus": gpus, "gpu_hours": gpu_hours, **seconds})
+    return {"rows": rows, **{name: sum(row[name] for row in rows) for name in ("total", "gpu_hours")}}
 
 
 def _total(part: pd.DataFrame, key: str) -> float:
     return float(part[key].sum()) if key in part else 0.0
 
 
-def _jobs(spec: dict[str, Any], training: Sequence[dict[str, Any]], scores: Sequence[Path]) -> list[dict[str, Any]]:
-    """The chain of stages and how many jobs of each this report rests on."""
+_STAGES = {  # column, row; and what feeds what
+    "models": (0, 1),
+    "queries": (1, 0),
+    "reference caches": (2, 0),
+    "benchmarks": (1, 2),
+    "training": (3, 0),
+    "samples and scores": (4, 1),
+    "tables": (5, 0),
+    "figures": (5, 2),
+    "report": (6, 1),
+}
+_FLOW = (
+    ("models", "queries"),
+    ("models", "benchmarks"),
+    ("queries", "reference caches"),
+    ("reference caches", "training"),
+    ("training", "samples and scores"),
+    ("benchmarks", "samples and scores"),
+    ("samples and scores", "tables"),
+    ("samples and scores", "figures"),
+    ("tables", "report"),
+    ("figures", "report"),
+)
+_BOX, _APART, _DOWN = (130, 46), 165, 80
+"""Size of a box of the diagram and the distances between corners, pixels."""
+_TIP = 8
+"""Length of the head of an arrow, pixels."""
+
+
+def _dag(spec: dict[str, Any], training: Sequence[dict[str, Any]], scores: Sequence[Path]) -> dict[str, Any]:
+    """The stages as boxes and arrows, with how many jobs of each this report rests on."""
+    trained = {(marker["run"], marker["seed"]) for marker in training}
+    sets = {(settings.get("model"), settings.get("train_set")) for settings in spec["runs"].values()}
     counts = {
-        "train": (len(training), "checkpoints"),
-        "generate, score": (len(scores), "evaluated checkpoints"),
-        "table": (len(spec["tables"]), "tables"),
-        "figure": (len(spec["figures"]), "figures"),
+        "models": str(len({model for model, _ in sets})),
+        "queries": f"{len(sets)} training sets",
+        "reference caches": str(len(sets)),
+        "benchmarks": f"in the prompts of {len({model for model, _ in sets})}",
+        "training": f"{len(trained)} runs, {len(training)} checkpoints",
+        "samples and scores": f"{len(scores)} checkpoints",
+        "tables": str(len(spec["tables"])),
+        "figures": str(len(spec["figures"])),
+        "report": "this page",
     }
-    return [{"name": name, "count": count, "what": what} for name, (count, what) in counts.items()]
+    places = {name: (column * _APART, 10 + row * _DOWN) for name, (column, row) in _STAGES.items()}
+    boxes = [{"name": name, "what": counts[name], "x": x, "y": y} for name, (x, y) in places.items()]
+    return {"boxes": boxes, "lines": [_arrow(places[one], places[other]) for one, other in _FLOW]}
+
+
+def _arrow(start: tuple[int, int], end: tuple[int, int]) -> str:
+    """From the right side of one box to the left side of another."""
+    (x, y), (u, v) = (start[0] + _BOX[0], start[1] + _BOX[1] // 2), (end[0], end[1] + _BOX[1] // 2)
+    return f"M{x} {y}L{u} {v}M{u - _TIP} {v - _TIP / 2:g}L{u} {v}L{u - _TIP} {v + _TIP / 2:g}"
 
 
 def _provenance(artefacts: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -259,4 +320,11 @@ def _provenance(artefacts: Sequence[dict[str, Any]]) -> dict[str, Any]:
     inputs = {entry["path"]: entry for artefact in artefacts for entry in artefact["sidecar"]["inputs"]}
     commits = sorted({commit for artefact in artefacts for commit in artefact["sidecar"]["commits"]})
     tools = {name: number for artefact in artefacts for name, number in artefact["sidecar"]["made_by"].items()}
-    return {"inputs": [inputs[path] for path in sorted(inputs)], "commits": commits, "tools": tools}
+    hardware = sorted({name for artefact in artefacts for name in artefact["sidecar"]["hardware"]})
+    return {
+        "inputs": [inputs[path] for path in sorted(inputs)],
+        "commits": commits,
+        "tools": tools,
+        "hardware": hardware,
+        "versions": used_versions(list(inputs.values())),
+    }

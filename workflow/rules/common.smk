@@ -15,10 +15,10 @@ from erpo import executor, rates, slurm
 
 def chosen_study():
     """The study of `--config study=NAME`; a fault in it ends the program with one sentence."""
-    unknown = set(config) - {"study", "supersede", *studies.Site.model_fields}
+    unknown = set(config) - {"study", "supersede", "archive", *studies.Site.model_fields}
     if unknown:
         sys.exit(
-            f"--config {sorted(unknown)[0]}=...: unknown; there are study=NAME (a file of config/), supersede=RUN, "
+            f"--config {sorted(unknown)[0]}=...: unknown; there are study=NAME (a file of config/), supersede=RUN, archive=true, "
             f"and for a cluster {', '.join(studies.Site.model_fields)}"
         )
     try:
@@ -39,6 +39,8 @@ def chosen_site():
         sys.exit(str(error))
 
 
+ARCHIVED = str(config.get("archive", "false")).lower() == "true"
+"""Results came out of an archive: nothing is trained or evaluated here, and what the archive lacks stays marked as missing."""
 SUPERSEDED = set(filter(None, str(config.get("supersede", "")).split(",")))
 STUDY = chosen_study()
 SITE = chosen_site()
@@ -170,16 +172,20 @@ def samples_of_cell(wildcards):
     return [f"{folder}/{shard}.json" for shard in SHARDS]
 
 
+def obtainable(paths):
+    """All of them; of an archive, those that it held."""
+    return [path for path in paths if Path(path).exists()] if ARCHIVED else list(paths)
+
+
 def scores_of(name):
     if not studies.needs_scores(ARTEFACTS[name]):
         return []
-    return [score_file(cell) for cell in studies.cells(STUDY, ARTEFACTS[name])]
+    return obtainable(score_file(cell) for cell in studies.cells(STUDY, ARTEFACTS[name]))
 
 
 def markers_of(name):
-    if not studies.needs_training(ARTEFACTS[name]):
-        return []
-    return [policy_marker(*cell) for cell in studies.cells(STUDY, ARTEFACTS[name]) if cell.step > 0]
+    """Training behind an artefact: what it shows, or at least its provenance and cost."""
+    return obtainable(policy_marker(*cell) for cell in studies.cells(STUDY, ARTEFACTS[name]) if cell.step > 0)
 
 
 def references_of(name):
@@ -188,12 +194,12 @@ def references_of(name):
         return []
     runs = [STUDY.runs[run] for run in studies.runs_of(STUDY, ARTEFACTS[name])]
     pairs = dict.fromkeys((run.model, run.train_set) for run in runs if run.steps > 0)
-    return [f"{RESULTS}/reference/{model}/{train_set}.json" for model, train_set in pairs]
+    return obtainable(f"{RESULTS}/reference/{model}/{train_set}.json" for model, train_set in pairs)
 
 
 def report_markers():
     cells = {cell: None for artefact in ARTEFACTS.values() for cell in studies.cells(STUDY, artefact) if cell.step > 0}
-    return [policy_marker(*cell) for cell in cells]
+    return obtainable(policy_marker(*cell) for cell in cells)
 
 
 def report_scores():
@@ -474,7 +480,8 @@ if workflow.is_main_process:
 if not workflow.deployment_settings.deployment_method:
     # Jobs run with the Python that runs Snakemake, activated or not.
     _bin = shlex.quote(str(Path(sys.executable).parent)).replace("{", "{{").replace("}", "}}")
-    _prefix = f'set -euo pipefail; export PATH={_bin}:"$PATH"; '
+    _home = shlex.quote(str(Path(workflow.basedir).resolve())).replace("{", "{{").replace("}", "}}")
+    _prefix = f'set -euo pipefail; export PATH={_bin}:"$PATH" PYTHONPATH={_home}${{{{PYTHONPATH:+:$PYTHONPATH}}}}; '
     if SITE.cache:
         _cache = shlex.quote(str(Path(SITE.cache).expanduser().absolute())).replace("{", "{{").replace("}", "}}")
         _prefix += f"export HF_HOME={_cache} HF_HUB_OFFLINE={0 if workflow.is_main_process else 1}; "

@@ -76,7 +76,7 @@ rule report:
 
 
 # Every run, table and figure is a target by its name.
-for _name in STUDY.runs:
+for _name in () if ARCHIVED else STUDY.runs:
 
     rule:
         name:

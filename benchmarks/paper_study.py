@@ -1,0 +1,72 @@
+"""Seconds to build every table, figure and the report of the paper study from an archive of its full size.
+
+    python benchmarks/paper_study.py [--study paper] [--cores 2] [--folder DIR]
+
+Scores and logs are made up (tests/paper_study.py): 43 checkpoints of 763,200 samples. Builds twice through the documented rebuild,
+in two places, and says whether the files are the same. `--folder` keeps the archive, so that a second call goes straight to the builds.
+"""
+
+import argparse
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from erpo.archive import unpack_archive, write_archive  # noqa: E402
+from erpo.config import load_study, study_path  # noqa: E402
+from tests.paper_study import write_results  # noqa: E402
+
+
+def make_archive(folder, name):
+    study_file = study_path(name, ROOT)
+    results = folder / "made-up" / name
+    begun = time.monotonic()
+    scores = write_results(results, load_study(str(study_file)))
+    packed = write_archive(study_file, results, folder / f"{name}.zip")
+    size = packed.path.stat().st_size / 2**20
+    print(f"{len(scores)} checkpoints made up and packed in {time.monotonic() - begun:.0f} s: {size:.0f} MiB", flush=True)
+    return packed.path
+
+
+def build(archive, out, cores):
+    begun = time.monotonic()
+    study = unpack_archive(archive, out)
+    unpacked = time.monotonic()
+    command = ["--cores", str(cores), "--quiet", "all", "--directory", str(out), "--config", f"study={study}", "archive=true"]
+    environment = {"OMP_NUM_THREADS": "1", **os.environ}
+    subprocess.run([sys.executable, "-m", "snakemake", *command], cwd=ROOT, env=environment, check=True)
+    done = time.monotonic()
+    made = {path.name: path.read_bytes() for kind in ("tables", "figures") for path in (out / "results" / study / kind).iterdir()}
+    print(f"{len(made)} files and the report in {done - begun:.1f} s ({unpacked - begun:.1f} s of it unpacking)", flush=True)
+    return made
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--study", default="paper")
+    parser.add_argument("--cores", type=int, default=2)
+    parser.add_argument("--folder", type=Path)
+    parser.add_argument("--once", action="store_true", help="build once, compare nothing")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = args.folder or Path(temporary)
+        archive = folder / f"{args.study}.zip"
+        archive = archive if archive.is_file() else make_archive(folder, args.study)
+        print(f"{platform.machine()}, {os.cpu_count()} cores, {args.cores} used")
+        with tempfile.TemporaryDirectory(dir=temporary) as place:
+            first = build(archive, Path(place) / "one", args.cores)
+            if args.once:
+                return
+            second = build(archive, Path(place) / "two", args.cores)
+            unlike = sorted(name for name in first.keys() | second.keys() if first.get(name) != second.get(name))
+            print("second build: the same files" if not unlike else f"second build differs: {', '.join(unlike)}")
+
+
+if __name__ == "__main__":
+    main()
