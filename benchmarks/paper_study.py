@@ -3,7 +3,7 @@
     python benchmarks/paper_study.py [--study paper] [--cores 2] [--folder DIR]
 
 Scores and logs are made up (tests/paper_study.py): 43 checkpoints of 763,200 samples. Builds twice through the documented rebuild,
-in two places, and says whether the files are the same. `--folder` keeps the archive, so that a second call goes straight to the builds.
+in two places, and says whether the files are the same. `--folder` keeps the archive: a second call goes straight to the builds.
 """
 
 import argparse
