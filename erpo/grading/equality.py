@@ -79,14 +79,21 @@ def _compare_one(gold: str, answer: str, leaf: Leaf) -> Equality:
     return outcome
 
 
-_LABEL = re.compile(r"\\text\{\s*\(?([A-J])(?:\)|[.:]|\))\s*\}\s*(?P<rest>\S.*)|\(([A-J])\)\s+(?P<text>[^\s+*/^(-].*)")
-_CHOICE = re.compile(r"(?:option|choice|answer)?\s*\(?\s*(?:\\text\{\s*)?\(?([A-Ja-j])\)?[.:]?(?:\s*\})?\s*\)?[.:]?", re.IGNORECASE)
+_LABEL = re.compile(
+    r"\\text\{\s*\(?(?P<a>[A-J])[).:]\s*\}\s*(?P<x>\S.*)|\((?P<b>[A-J])\)\s+(?P<y>[^\s+*/^(-].*)|"
+    r"\\text\{\s*\(?(?P<c>[A-J])[).:]\s*(?P<z>[^\s{}][^{}]*)\}"
+)
+_CHOICE = re.compile(
+    r"(?:\\text\{\s*)?(?:option|choice|answer)?\s*(?:\\text\{\s*)?"
+    r"(?:(?P<bare>[A-J])\)?|\(\s*(?:\\text\{\s*)?(?P<round>[A-J])(?:\s*\})?\s*\))[.:]?(?:\s*\})?[.:]?",
+    re.IGNORECASE,
+)
 
 
 def choice_letter(text: str) -> str:
     """The letter of a multiple-choice answer such as `C`, `(C)`, `text{(C)}`; empty where it is none."""
     found = _CHOICE.fullmatch(normalise(text))
-    return found[1].upper() if found else ""
+    return (found["bare"] or found["round"]).upper() if found else ""
 
 
 def _reading_pairs(gold: str, answer: str) -> list[tuple[Reading, Reading]]:
@@ -95,7 +102,8 @@ def _reading_pairs(gold: str, answer: str) -> list[tuple[Reading, Reading]]:
     texts = [gold, answer]
     for side, found in enumerate(labels):
         if found is not None and labels[1 - side] is None:
-            texts[side] = (found[1] or found[3]) if choice_letter(texts[1 - side]) else (found["rest"] or found["text"])
+            letter, content = (found[name] or found[other] or found[third] for name, other, third in ("abc", "xyz"))
+            texts[side] = letter if choice_letter(texts[1 - side]) else content
     return [(left, right) for left in read(texts[0]) for right in read(texts[1])]
 
 
@@ -115,8 +123,17 @@ def _compare(gold: Reading, answer: Reading, leaf: Leaf) -> Equality:
 
 
 def _compare_choices(gold: Reading, answer: Reading, leaf: Leaf) -> Equality | None:
-    left, right = choice_letter(gold.latex), choice_letter(answer.latex)
-    return Equality(left == right, "choice letters") if left and right else None
+    left, right = _letters(gold), _letters(answer)
+    return Equality(left == right, "choice letters") if left and right and len(left) == len(right) else None
+
+
+def _letters(reading: Reading) -> str:
+    """Letters of one or several choices in order (`C`; `A,C` and `AC`); empty for anything else."""
+    if reading.kind == "list":
+        letters = sorted(choice_letter(item.latex) for item in reading.items)
+        return "".join(letters) if all(letters) else ""
+    run = re.fullmatch(r"[A-J]{2,}", reading.latex)
+    return (run[0] if "".join(sorted(run[0])) == run[0] else "") if run else choice_letter(reading.latex)
 
 
 # --- equations and assignments -------------------------------------------------------------------------------------------
@@ -198,6 +215,8 @@ def _compare_collections(gold: Reading, answer: Reading, leaf: Leaf) -> Equality
         left, right = _distinct(gold), _distinct(answer)
         is_single = "tuple" not in kinds and len(left) == len(right) == 1
         return _compare(left[0], right[0], leaf) if is_single else Equality(False, "one value is not several")
+    if "list" in kinds and any(side.brackets not in ("", "()") and len(side.items) == 2 for side in (gold, answer)):
+        return Equality(False, "an interval is not two values")
     if "tuple" in kinds:
         return _compare_tuples(gold, answer, leaf)
     if "set" not in kinds and _order_matters(gold, answer):
@@ -309,7 +328,8 @@ def _compare_numbers(gold: Reading, answer: Reading, leaf: Leaf) -> Equality | N
     if gold.value is None or answer.value is None:
         is_settled = "number" in (gold.kind, answer.kind) and any(_UNKNOWN.search(_plain(side)) for side in (gold, answer))
         return Equality(False, "a number has no unknowns") if is_settled else None
-    if units_differ(gold.unit, answer.unit):
+    percent_and_unit = gold.is_percent != answer.is_percent and canonical_unit(gold.unit + answer.unit)
+    if percent_and_unit or units_differ(gold.unit, answer.unit):
         return Equality(False, "different units")
     if "clock" in (gold.base, answer.base):
         is_time = gold.base == answer.base and (gold.value == answer.value or bool(gold.unit or answer.unit))
@@ -320,9 +340,11 @@ def _compare_numbers(gold: Reading, answer: Reading, leaf: Leaf) -> Equality | N
     return Equality(equal, "equal numbers" if equal else "different numbers")
 
 
-_UNKNOWN = re.compile(r"(?<![a-zA-Z\\])[a-zA-Z](?![a-zA-Z])|\\(?:alpha|beta|gamma|theta|lambda|mu|omega|phi)(?![a-zA-Z])")
-
-
+_UNKNOWN = re.compile(
+    r"(?<![a-zA-Z\\])(?!(?:a?(?:rc)?(?:sin|cos|tan|cot|sec|csc)h?|ln|lg|log|exp|sqrt|max|min|gcd|lcm|mod|binom|[tdc]?frac|det|cdot|times|"
+    r"inf(?:ty|inity)?|choose|deg|floor|ceil|abs)(?![a-zA-Z]))[a-zA-Z]+|\\(?:alpha|beta|gamma|theta|lambda|mu|omega|phi)(?![a-zA-Z])"
+)
+"""A letter or a run of them that is no function written without its backslash."""
 _BINDER = re.compile(r"\\(?:sum|prod|i{1,3}nt|lim)(?![a-zA-Z])")
 """What binds a letter, so that it is no unknown."""
 

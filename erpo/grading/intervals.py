@@ -9,6 +9,9 @@ from erpo.grading.readings import CONSTANTS, NAME, RELATIONS, Reading, read_part
 
 _FLIPPED = {"<": ">", ">": "<", r"\le": r"\ge", r"\ge": r"\le"}
 
+_DISTANCE = re.compile(r"\|\s*([a-zA-Z])\s*\|\s*(<|>|\\le|\\ge)\s*(\d+(?:\.\d+)?|\\frac\{\d+\}\{\d+\})")
+"""`|x| < 2` is `-2 < x < 2`."""
+
 
 def intervals(reading: Reading) -> tuple[Reading, ...]:
     """The intervals a reading stands for: itself, a union, inequalities for one unknown; empty where it stands for none."""
@@ -31,6 +34,11 @@ def intervals(reading: Reading) -> tuple[Reading, ...]:
 
 def _bounds(text: str) -> tuple[Reading, ...]:
     r"""`a < x \le b`, `x \ge a`, `x \ne a` as intervals."""
+    if (found := _DISTANCE.fullmatch(text)) is not None:
+        name, operator, size = found.groups()
+        if operator in ("<", r"\le"):
+            return _bounds(f"-{size} {operator} {name} {operator} {size}")
+        return (*_bounds(f"{name} {_FLIPPED[operator]} -{size}"), *_bounds(f"{name} {operator} {size}"))
     sides = split(text, RELATIONS)
     operators = [token for token in (found[0] for found in TOKEN.finditer(text)) if token in RELATIONS]
     operators = [{r"\lt": "<", r"\gt": ">"}.get(operator, operator) for operator in operators]

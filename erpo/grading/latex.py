@@ -19,11 +19,20 @@ _UNICODE = str.maketrans(
 _SUPERSCRIPT = re.compile("[⁻⁰¹²³⁴⁵⁶⁷⁸⁹]+")
 _SUPERSCRIPT_DIGITS = str.maketrans("⁻⁰¹²³⁴⁵⁶⁷⁸⁹", "-0123456789")
 
+_LARGE = {"thousand": "3", "million": "6", "billion": "9", "trillion": "12"}
+
 _REWRITES = tuple(
     (re.compile(pattern), replacement)
     for pattern, replacement in (
         (r"\\\\(?:\[[^\[\]]*\])?|\\(?:new|tabular)?(?:line|cr)(?![a-zA-Z])", r"\\cr "),  # kept from the rules about `\\ ` and `\\,`
+        (r"(?:\s*(?:\\cr(?![a-zA-Z])|(?<=\s)\\))+\s*$", ""),  # a line break or a cut `\ ` at the end
         (r"\\[()\[\]]|(?<!\\)\$", ""),
+        (r"\\(?:text)?color\s*\{[^{}]*\}", ""),
+        (r"\\(?:underline|fbox|framebox)\s*(?=\{)", ""),
+        (r"\\(?:bf|it|rm|sf|tt|em|bfseries|normalsize|small|tiny|[lL]arge|LARGE|[hH]uge)(?![a-zA-Z])", " "),
+        (r"\*\*", "^"),
+        (r"\{:\}", ":"),
+        (r"(?<![a-zA-Z\\])pi(?![a-zA-Z])", r"\\pi "),
         (r"\\(?:left|right|middle)\s*\.", ""),
         (r"\\(?:left|right|middle|[bB]igg?[lrm]?)(?![a-zA-Z])", ""),
         (r"(?<=\d)\s*(?:,\s*\\!|\\[,;:! ]|\{,\}|~)\s*(?=\d{3}(?!\d))", ""),
@@ -45,8 +54,17 @@ _REWRITES = tuple(
         (r"\\text\{\s*([^\s{}])\s*\}(?=\^|_)", r"\1"),
         (r"\\degree(?:s)?(?![a-zA-Z])|\^\s*\{\s*\\circ\s*\}|\^\s*\\circ(?![a-zA-Z])", r"^\\circ "),
         (r"\\%", "%"),
-        (r"\\text\{\s*(?:percent|per cent|pct)\s*\}|(?<=\d)\s*(?:percent|per cent)\b", "%"),
-        (r"\\text\{\s*,?\s*(?:and|or)\s*\}|(?<=[\d\s)}\]]),?\s+(?:and|or)\s+(?![a-z]{2})|\\lor(?![a-zA-Z])", " , "),
+        (r"\\text\{\s*(?:percent|per cent|pct)\s*\}|(?<=\d)\s*(?:percent|per cent|pct)\b", "%"),
+        (r"\\text\{\s*,?\s*(?:and|or)\s*\}|(?<=[\d\s)}\]])(?:,\s*|\s+)(?:and|or)\s+(?![a-z]{2})|\\lor(?![a-zA-Z])", " , "),
+        (r"\\frac\{\s*\\text\{([^{}]*)\}\s*\}\{\s*\\text\{([^{}]*)\}(\^(?:\d|\{\d\}))?\s*\}", r"\\text{\1/\2}\3"),
+        (
+            r"(?<=\d)(?:\s*\\text\{\s*(?:st|nd|rd|th)\s*\}|\^\{?\s*\\text\{\s*(?:st|nd|rd|th)\s*\}\s*\}?|\^\{(?:st|nd|rd|th)\}|(?:st|nd|rd|th)\b)",
+            "",
+        ),
+        (
+            r"(?<=\d)\s*(\\text\{\s*)?\b(thousand|million|billion|trillion)s?\b\s*(?(1)\}?)",
+            lambda found: r"\times 10^{" + _LARGE[found[2]] + "}" + (r"\text{" if found[1] and found[0][-1] != "}" else ""),
+        ),
         (r"(?<=\d)\s+(\d+)/(\d+)(?![\d.])", r"\\frac{\1}{\2}"),
         (r"(?<![\d.])(\d{1,3})((?: \d{3})+)(?![\d.])", lambda found: found[0].replace(" ", "")),
         (r"(?:(?<=:\d\d)\s*|(?<=\d)\s+)(?:(?=[ap]\.?\s?m\.?\s*$|[AP]\.?\s?M\.?\s*$)([aApP])\.?\s?[mM]\.?)\s*$", r"\\text{\1m}"),
@@ -61,6 +79,7 @@ _REWRITES = tuple(
         (r"\\frac\{\s*d\s*([a-zA-Z])\s*\}\{\s*d\s*t\s*\}", r"\1'"),
         (r"\\frac\{\s*d\^(?:2|\{2\})\s*([a-zA-Z])\s*\}\{\s*d\s*t\s*\^(?:2|\{2\})\s*\}", r"\1''"),
         (r"\s+", " "),
+        (r",\s*(?=\)|\]|\\\})", ""),
         (r"(?:,\s*)+,|^[\s,]+", lambda found: "," if found[0].strip() and found.start() else ""),
         (r"(?<!\\)[\s.,;:]+$", ""),
         (r"\\cr(?![a-zA-Z])\s*", r"\\\\ "),

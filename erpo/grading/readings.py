@@ -66,7 +66,7 @@ def read(text: str) -> tuple[Reading, ...]:
     if (whole := re.fullmatch(r"\\text\{([^{}]*)\}", text)) is not None:
         text = normalise(whole[1])
         return (_read_words(text),) if re.search(r"[^\W\d_]{2}", text) and "\\" not in text else (_read(text),)
-    if re.fullmatch(r"[-+]?\d{1,3}(?:,\d{3})+(?:\.\d+)?", text):
+    if re.fullmatch(r"[-+]?(?:\\\$)?\d{1,3}(?:,\d{3})+(?:\.\d+)?[^\d,]*", text):
         return _read_scalar(text.replace(",", "")), _read(text)
     return (_read(text),)
 
@@ -102,12 +102,18 @@ def read_part(text: str) -> Reading:
 
 def _read_relation(text: str, sides: list[str]) -> Reading:
     operators = {token[0] for token in TOKEN.finditer(text)} & RELATIONS
-    names_value = operators <= {"=", r"\approx", r"\in"} and NAME.fullmatch(sides[0]) and sides[0] not in CONSTANTS
+    if operators == {"="} and len(sides) == 2 and all(sides) and NAME.fullmatch(sides[1]) and not _is_name(sides[0]):
+        sides = sides[::-1]  # `7 = x`
+    names_value = operators <= {"=", r"\approx", r"\in"} and _is_name(sides[0])
     right = read_part(sides[-1])
     if names_value and all(sides):
         return Reading("assignment", text, (right,), name=squeeze(sides[0]).casefold())
     is_equation = operators <= {"=", r"\approx"} and all(sides)
     return Reading("relation", text, (right,) if is_equation else ())
+
+
+def _is_name(text: str) -> bool:
+    return bool(NAME.fullmatch(text)) and text not in CONSTANTS
 
 
 def _read_matrix(text: str) -> Reading | None:
@@ -122,8 +128,10 @@ def _read_matrix(text: str) -> Reading | None:
 def _read_brackets(text: str) -> Reading | None:
     if text.startswith("\\{") and text.endswith("\\}") and is_one_group(text):
         inside = text[2:-2].strip()
-        if len(split(inside, {"|", r"\mid", ":"})) > 1:
-            return Reading("expression", text)
+        builder = split(inside, {"|", r"\mid", ":"})
+        if len(builder) > 1:
+            condition = read_part(builder[1]) if len(builder) == 2 and NAME.fullmatch(builder[0]) else None
+            return condition if condition is not None and condition.kind == "relation" else Reading("expression", text)
         parts = [part for part in split(inside, {",", ";"}) if part]
         return Reading("set", text, tuple(item for part in parts for item in _expand(part)))
     if text.startswith(r"\langle") and text.endswith(r"\rangle"):
@@ -149,12 +157,30 @@ _NUMBER = re.compile(
     rf"|10\^(?:\{{(?P<ten>[-+]?\d+)\}}|(?P<tens>-?\d+))))"
 )
 _BASED = re.compile(r"([0-9]+)_(?:\{(\d+)\}|(\d+)|\{?\\text\{(\w+)\}\}?)")
+_BASE_NAMES = {
+    "two": "2",
+    "three": "3",
+    "four": "4",
+    "five": "5",
+    "six": "6",
+    "seven": "7",
+    "eight": "8",
+    "nine": "9",
+    "twelve": "12",
+}
 _UNIT_TAIL = re.compile(r"(?P<unit>(?:\\text\{[^{}]*\}(?:\^(?:\{-?\d\}|\d))?\s*(?:(?:\\cdot|/)\s*)?)+)$")
 _BARE_UNIT_TAIL = re.compile(r"(?<=[\d}\s])(?P<unit>[a-zA-Z]{2,}(?:\^(?:\{-?\d\}|\d))?)$")
 
 
-_HEDGE = re.compile(r"(?<![\^\w-])\d|\b(?:or|and|not)\b")
-"""What keeps words after a number from being a unit."""
+_HEDGE = re.compile(
+    r"(?<![\^\w-])\d|\b(?:or|and|not|no|but|maybe|if|when|where|unless|except|never|is|to|through|between|more|less|than|least|most|plus|"
+    r"minus|times|over|divided|mod|modulo|choose|factorial|squared|cubed|hundred|dozen|hal(?:f|ves)|thirds?|quarters?|fourths?|fifths?|"
+    r"wrong|incorrect|a?sinh?|a?cosh?|a?tanh?|log|ln|exp|sqrt)\b",
+    re.IGNORECASE,
+)
+"""What keeps words after a number from being a unit: they change its value or take it back."""
+_BARE_WORDS = re.compile(r"(?<=[\d}.])\s+(?P<unit>(?:[a-zA-Z]{3,}|[a-zA-Z]{2,}/[a-zA-Z]+)(?:\s+[a-zA-Z]{2,})*)$")
+"""Words after a number, without a text command: `18 apples`, `5 kilometers per hour`. The blank is needed (`5abc` is a product)."""
 
 
 def _read_scalar(text: str) -> Reading:
@@ -190,10 +216,13 @@ def _read_scalar_number(text: str) -> Reading | None:
     if found is None:
         return None
     unit = (found[2] or "").strip()
-    if _HEDGE.search(unit):
+    if _takes_back(unit):
         return None
     number = _read_number(found[1].replace("\\$", "").replace("$", "").strip() + ("%" if unit == "%" else ""))
     return replace(number, unit=unit.removeprefix("%")) if number is not None else None
+
+
+_TRIGONOMETRIC = re.compile(r"\\(?:arc)?(?:sin|cos|tan|cot|sec|csc)(?![a-zA-Z])")
 
 
 def _split_unit(text: str) -> tuple[str, str]:
@@ -201,20 +230,30 @@ def _split_unit(text: str) -> tuple[str, str]:
     for sign, unit in (("\\$", "dollar"), ("\\pounds", "pound"), ("€", "euro"), ("£", "pound")):
         if text.startswith(sign) or text.endswith(sign):
             return text.removeprefix(sign).removesuffix(sign).strip(), unit
-    if (found := re.fullmatch(r"(.*?)\s*\^\\circ\s*(?:\\text\{\s*([CF])\s*\}|([CF]))?", text)) is not None and found[1]:
+    found = re.fullmatch(r"(.*?)\s*\^\\circ\s*(?:\\text\{\s*([CF])\s*\}|([CF]))?", text)
+    if found is not None and found[1] and not _TRIGONOMETRIC.search(found[1]):
         scale = found[2] or found[3]
         return found[1], f"degree {scale}" if scale else "degree"
     if (found := re.fullmatch(r"(.*\d)\s*(\^\s*\{?\s*(?:\\prime\s*)+\}?|'{1,2})", text)) is not None:
         return found[1], "arcsecond" if len(re.findall(r"\\prime|'", found[2])) == 2 else "arcminute"
     found = _UNIT_TAIL.search(text)
-    if found is not None and _HEDGE.search(" ".join(re.findall(r"\{([^{}]*)\}", found["unit"].replace("^{", "^")))):
+    if found is not None and _takes_back(" ".join(re.findall(r"\{([^{}]*)\}", found["unit"].replace("^{", "^")))):
         found = None  # `5 \text{ or maybe 6}` hedges, it has no unit
     body = text[: found.start()].strip() if found else ""
     if found and body and (_read_number(body) is not None or canonical_unit(found["unit"])):
         return body, found["unit"].strip()
+    if (found := _BARE_WORDS.search(text)) is not None and not _takes_back(found["unit"]):
+        body = text[: found.start()].strip()
+        if _read_number(body) is not None or canonical_unit(found["unit"]):
+            return body, found["unit"]
     if (found := _BARE_UNIT_TAIL.search(text)) is not None and found["unit"].split("^")[0] in UNWRAPPED_UNITS:
         return text[: found.start()].strip(), found["unit"]
     return text, ""
+
+
+def _takes_back(words: str) -> bool:
+    """Whether words after a number are no unit but change what it says."""
+    return not canonical_unit(words) and bool(_HEDGE.search(words))
 
 
 def _read_number(text: str) -> Reading | None:
@@ -230,7 +269,9 @@ def _read_number(text: str) -> Reading | None:
         clock = Fraction(int(found[1]) * 3600 + int(found[2]) * 60 + int(found[3] or 0), 3600)
         return Reading("number", text, value=clock, base="clock")
     if (found := _BASED.fullmatch(bare)) is not None:
-        return Reading("number", text, value=Fraction(int(found[1])), base=found[2] or found[3] or found[4])
+        return Reading(
+            "number", text, value=Fraction(int(found[1])), base=found[2] or found[3] or _BASE_NAMES.get(found[4], found[4])
+        )
     found = _NUMBER.fullmatch(bare)
     value = None if found is None else _value(found)
     if found is None or value is None:

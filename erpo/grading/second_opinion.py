@@ -48,36 +48,48 @@ def second_opinion(gold: str, answer: str) -> bool | None:
     return None if None in opinions else False
 
 
+_TAKES_BACK = re.compile(
+    r"\b(?:or|and|not|no|but|maybe|if|when|to|more|less|than|times|plus|minus|over|half|halves|thirds?|quarters?|hundred|thousand|million|"
+    r"billion|dozen|squared|cubed|factorial)\b"
+)
+
+
 def _clean(text: str) -> tuple[str, str]:
     """An answer without layout, and the words that stood behind it."""
+    is_money = "\\$" in text
     text = re.sub(r"(\d)(?:,\\!|\\,)\s*(?=\d{3}(?!\d))|(\d)\{,\}(?=\d{3}(?!\d))", r"\1\2", text.strip())
     text = _SPACING.sub(" ", text).replace("\\%", "%").strip().rstrip(".,;:")
     if re.fullmatch(r"[-+]?\d{1,3}(?:,\d{3})+(?:\.\d+)?", text):
         text = text.replace(",", "")
     text = re.sub(r"\\(?:text|mbox)\{\s*,?\s*(?:and|or)\s*\}|(?<=[\d}])\s+(?:and|or)\s+(?=[-\d\\])", ",", text)
     tail = re.search(r"(?<=[\d}\s%])(?:\\(?:text\w*|mbox|mathrm)\{[^{}]*\}(?:\^\{?-?\d\}?)? ?)+$", text)
-    if tail and re.search(r"\b(?:or|and|not)\b", tail[0]):
-        tail = None
+    if (tail and _TAKES_BACK.search(tail[0])) or re.search(r"(?:\\frac\s*\{\s*|\^\{?\s*)\\(?:text|mathrm)|\\textcolor", text):
+        return "_", ""  # out of scope
     words = re.sub(r"\W", "", _WRAPPED.sub(r"\1", tail[0])) if tail and tail.start() else ""
     text = _WRAPPED.sub(r"\1", text[: tail.start()] if words and tail else text)
     text = re.sub(r"\\[dtc]frac", r"\\frac", re.sub(r"\\(?:lt|leqslant|leq)\b", r"\\le", text)).strip()
-    return re.sub(r"([_^])\{(\w)\}", r"\1\2", text), words
+    return re.sub(r"([_^])\{(\w)\}", r"\1\2", text), words + "$" * is_money
 
 
 _OUT_OF_SCOPE = re.compile(
-    r"\\cup|matrix|<|>|\\le\b|\\ge|\\pm|\\in\b|_|:|;|\\boxed|\b(?:and|or|not|maybe)\b|\d\s+\d|[\d}]\s*[a-zA-Z]{2,}$|^\(?[A-J]\)?[.:)\s].*\w|[^\x00-\x7f]"
+    r"\\(?:text)?color|\\underline|\\fbox|\\(?:bf|it|rm|Large|large)\b|(?<![\\a-zA-Z])(?:sqrt|pi|sin|cos|tan|log|ln|exp|inf)(?![a-zA-Z])|"
+    r"^\(\(|\\cup|matrix|<|>|\\le\b|\\ge|\\pm|\\in\b|_|:|;|\\boxed|\b(?:and|or|not|maybe)\b|\d\s+\d|[\d}]\s*[a-zA-Z]{2,}$|\d\s+[a-zA-Z]{2,}|^\(?[A-J]\)?[.:)\s].*\w|[^\x00-\x7f]"
 )
 """What this checker does not try to understand."""
 
 
 def _compare(gold: tuple[str, str], answer: tuple[str, str]) -> bool | None:
+    if gold[1] != answer[1] and "%" in gold[0] + answer[0]:
+        return None
     degrees = [bool(_DEGREES.search(text)) for text, _ in (gold, answer)]
+    if any(degrees) and re.search(r"\\(?:arc)?(?:sin|cos|tan|cot|sec|csc)|[CF]$", gold[0] + " " + answer[0]):
+        return None
     one, other = (_DEGREES.sub("", text).strip() for text, _ in (gold, answer))
     if gold[1] and answer[1] and gold[1] != answer[1]:
         return None
     if re.sub(r"\s", "", one).casefold() == re.sub(r"\s", "", other).casefold():
         return None if any(re.search(r"\d\s+\d", text) for text in (one, other)) else True
-    if degrees[0] != degrees[1] and "\\pi" in one + other:
+    if (degrees[0] != degrees[1] or "degrees" in (gold[1], answer[1])) and "\\pi" in one + other:
         return None
     if all(re.fullmatch(r"[A-Za-z()., '-]+", text) for text in (one, other)) and max(len(one), len(other)) > 3:
         return None
@@ -88,11 +100,15 @@ def _compare_values(gold: str, answer: str) -> bool | None:
     (kind, left), (other_kind, right) = _split(gold), _split(answer)
     if kind != other_kind:
         return None
+    if all(re.fullmatch(r"[A-J]+", part) for part in [*left, *right]):
+        return True if sorted(left) == sorted(right) else None  # choices, or products
     if len(left) != len(right):
         return _lengths_differ(left, right) if kind != "{" else None
     names = [{part.split("=")[0] for part in parts if "=" in part} for parts in (left, right)]
     if names[0] != names[1] and (all(names) or len(names[0] | names[1]) > 1):
         return None
+    if names[0] == names[1] and len(names[0]) == len(left):
+        left, right, kind = sorted(left), sorted(right), "by name"
     left, right = _drop_names(left), _drop_names(right)
     if kind in ("", "{"):
         return _same_multiset(left, right)
@@ -163,7 +179,10 @@ def _same_value(one: str, other: str) -> bool | None:
     except _FAILURES:
         return None
     if one.endswith("%") == other.endswith("%"):
-        return _close(left, right)
+        is_whole = {type(left), type(right)} == {int, float}  # an integer is exact
+        return None if is_whole and left != right and _close(left, right) else _close(left, right)
+    if re.search(r"[a-zA-Z]", re.sub(r"\\[a-z]+", "", one + other)):
+        return None
     percentage, number = (left, right) if one.endswith("%") else (right, left)
     as_share, as_bare = _close(percentage / 100, number), _close(percentage, number)
     if as_bare and abs(percentage) <= 1:

@@ -57,4 +57,6 @@ def canonical_unit(text: str) -> str:
 def units_differ(one: str, other: str) -> bool:
     """Whether both are known units and not the same; unknown words (`18 apples`) and `units` agree with everything."""
     left, right = canonical_unit(one), canonical_unit(other)
+    if "degree" in (left, right) and {left, right} <= {"degree", "c degree", "degree f", "degreec", "degreef"}:
+        return False  # degrees of what is left open
     return bool(left and right and left != right and _ANY not in (left.split("^")[0], right.split("^")[0]))

@@ -59,6 +59,7 @@ _CONFIGURATION = [
 
 
 _FOR_PARSER = (
+    (re.compile(r"(\d+(?:\.\d+)?)\s*\^\\circ"), r"(\\frac{\1 \\pi}{180})"),  # within an expression: `\sin 30^\circ`
     (re.compile(r"(?<![a-zA-Z\\])([Ee])(?=_)"), r"\\Xi "),  # a subscripted e is a name, not Euler's number
     (re.compile(r"(?<=[a-zA-Z])('+)_\{?(\w+)\}?"), lambda found: "_{" + "q" * len(found[1]) + found[2] + "}"),
     (re.compile(r"(?<=[a-zA-Z])('+)"), lambda found: "_{" + "q" * len(found[0]) + "}"),  # primes are dropped otherwise
@@ -106,10 +107,12 @@ def numerically(left: Any, right: Any) -> bool | None:
     This spares the slow attempt to simplify the difference of things that are plainly unequal, and rejects what merely
     agrees to fifteen digits.
     """
-    if not (isinstance(left, Expr) and isinstance(right, Expr)) or isinstance(left, Symbol) or isinstance(right, Symbol):
+    if not (isinstance(left, Expr) and isinstance(right, Expr)):
         return None
     unknowns = sorted(left.free_symbols | right.free_symbols, key=str)
     is_complex = [str(unknown) for unknown in unknowns] == ["i"]  # math-verify leaves the imaginary unit a letter
+    if not is_complex and (isinstance(left, Symbol) or isinstance(right, Symbol)):
+        return None
     if len(unknowns) > len(_POINTS):
         return None
     one, other = (_value(side, dict(zip(unknowns, [I] if is_complex else _POINTS, strict=False))) for side in (left, right))
