@@ -195,11 +195,10 @@ def report(args: argparse.Namespace) -> None:
 def regrade(args: argparse.Namespace) -> None:
     """Grade stored samples again, without a model; say which verdicts changed."""
     from erpo.evaluation import regrade_scores
+    from erpo.inspection import find_samples
 
-    changed = regrade_scores(
-        scores=args.scores, markers=args.markers, benchmarks={path.stem: path for path in args.benchmarks}, store=args.store
-    )
-    print("\n".join(f"{count} {what}" for what, count in sorted(changed.items())) or "no verdict changed")
+    changed = regrade_scores(scores=args.scores, **find_samples(args.scores, args.markers, args.benchmarks, args.store))
+    _say([f"{count} {what}" for what, count in sorted(changed.items())] or ["no verdict changed"])
 
 
 # --- verbs for people --------------------------------------------------------------------------------------------------
@@ -273,18 +272,19 @@ def doctor(args: argparse.Namespace) -> int:
 
 def inspect(args: argparse.Namespace) -> None:
     """Show samples with verdicts and reasons."""
-    from erpo.evaluation import inspect_samples
+    from erpo.inspection import find_samples, inspect_samples
 
-    filters = {"benchmark": args.benchmark, "temperature": args.temperature, "verdict": args.verdict}
-    for text in inspect_samples(
-        markers=args.markers,
-        benchmarks={path.stem: path for path in args.benchmarks},
-        store=args.store,
-        disagreement=args.disagreement,
-        limit=args.limit,
-        **filters,
-    ):
-        print(text)
+    filters = {name: getattr(args, name) for name in ("benchmark", "temperature", "verdict", "disagreement", "limit")}
+    where = find_samples(args.samples, args.markers, args.benchmarks, args.store)
+    for sample in inspect_samples(**where, **filters):
+        print(sample)
+
+
+def verdicts(args: argparse.Namespace) -> None:
+    """Verdicts by benchmark, and where grader and second opinion differ."""
+    from erpo.inspection import verdict_table
+
+    _say([verdict_table(args.scores)])
 
 
 def _say(lines: list[str]) -> None:
@@ -350,11 +350,12 @@ def _parser() -> argparse.ArgumentParser:
         sub.add_argument("--spec", required=True, help="canonical JSON of everything that decides the result")
         _extra_options(action, sub)
     verb(headline, "table")
-    verb(regrade, "scores", "markers*", "benchmarks*", "store")
     pack = verb(archive, "out")
     pack.add_argument("--study", required=True, help="name of a study (config/NAME.yaml)")
     pack.add_argument("--without-samples", action="store_true", help="leave out the samples that training kept (pages of runs)")
     verb(unpack, "archive", "out")
+    verb(regrade, "scores", "markers*", "benchmarks*").add_argument("--store", type=Path)
+    verb(verdicts).add_argument("scores", type=Path, nargs="+", help="scores files, or folders of them")
     verb(schema).add_argument("--check", action="store_true", help="fail if the generated files are stale")
     verb(status).add_argument("results", type=Path, nargs="?", default=Path("results"))
     ahead = verb(plan)
@@ -368,7 +369,11 @@ def _parser() -> argparse.ArgumentParser:
     for sub in (ahead, health):
         sub.add_argument("--config", nargs="*", default=[], help="study=NAME and site settings, as for Snakemake")
         sub.add_argument("--profile", default="slurm", help="slurm, another profile, or none")
-    look = verb(inspect, "markers*", "benchmarks*", "store")
+    look = verb(inspect, "markers*", "benchmarks*")
+    look.add_argument(
+        "samples", type=Path, nargs="?", help="results/STUDY/samples/RUN/seedS/stepN; else --markers, --benchmarks, --store"
+    )
+    look.add_argument("--store", type=Path)
     for option, kind in (("benchmark", str), ("temperature", float), ("verdict", str)):
         look.add_argument(f"--{option}", type=kind)
     look.add_argument("--disagreement", action="store_true", help="only where grader and second opinion differ")

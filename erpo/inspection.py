@@ -1,4 +1,4 @@
-"""Single samples with their verdicts and reasons, for people."""
+"""Single samples with their verdicts and reasons, and counts of verdicts by benchmark, for people."""
 
 from __future__ import annotations
 
@@ -8,11 +8,14 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from erpo.checkpoint import read_json
 from erpo.config import temperature_label
 from erpo.records import Grade, Query, Verdict, read_queries
 from erpo.rewards import Grader
-from erpo.samples import Holdings, ask_all, find, read_markers
-from erpo.scores import NEEDED, texts_of
+from erpo.samples import Holdings, ask_all, find, hash_prompts, read_markers
+from erpo.scores import NEEDED, read_scores, texts_of
 
 _AT_ONCE = 256
 """Samples graded together: a look at twenty must not grade a whole sweep."""
@@ -42,6 +45,77 @@ class Sample:
                 *([f"flags:     {', '.join(self.query.flags)}"] if self.query.flags else []),
             ]
         )
+
+
+def find_samples(
+    place: Path | None, markers: Sequence[Path] = (), benchmarks: Sequence[Path] = (), store: Path | None = None
+) -> dict[str, Any]:
+    """Markers, benchmarks and store of a checkpoint's samples: as given, or found from where they lie.
+
+    Args:
+        place: `results/STUDY/samples/RUN/seedS/stepN`, or the scores file of the same checkpoint.
+        markers: what `generate_samples` left; where given, `benchmarks` and `store` must be too.
+        benchmarks: queries (parquet), named by their file.
+        store: root of the sample store.
+
+    Raises:
+        ValueError: too little is given, there are no samples, or no benchmark has the prompts that they answer.
+    """
+    if markers and store is not None:
+        return {"markers": markers, "benchmarks": {path.stem: path for path in benchmarks}, "store": store}
+    if place is None or markers:
+        raise ValueError(
+            "give the folder of the samples (results/STUDY/samples/RUN/seedS/stepN), or --markers, --benchmarks, --store"
+        )
+    return _beside(place.absolute())
+
+
+def _beside(folder: Path) -> dict[str, Any]:
+    if folder.suffix == ".parquet":
+        folder = folder.parents[3] / "samples" / folder.parts[-3] / folder.parts[-2] / folder.stem
+    markers = sorted(folder.glob("*.json"))
+    if not markers:
+        raise ValueError(
+            f"no samples at {folder}: give the folder of a checkpoint's markers, results/STUDY/samples/RUN/seedS/stepN"
+        )
+    study = folder.parents[3]
+    benchmarks: dict[str, Path] = {}
+    for name, prompts in read_json(markers[0])["prompts"].items():
+        known = sorted(study.glob(f"data/*/benchmarks/{name}.parquet"))
+        path = next((path for path in known if hash_prompts(read_queries(path)) == prompts), None)
+        if path is None:
+            raise ValueError(
+                f"no benchmark {name} with the prompts of these samples in {study / 'data'}: name it with --benchmarks"
+            )
+        benchmarks[name] = path
+    return {"markers": markers, "benchmarks": benchmarks, "store": study / "store"}
+
+
+def verdict_table(scores: Sequence[Path]) -> str:
+    """Samples by benchmark: shares of every verdict, and how often grader and second opinion differ, and which way.
+
+    Args:
+        scores: scores files, or folders of them.
+    """
+    files = [file for path in scores for file in (sorted(path.rglob("*.parquet")) if path.is_dir() else [path])]
+    tables = [read_scores(file)[0] for file in files]
+    if not tables:
+        raise ValueError("no scores there: name scores files, results/STUDY/scores/RUN/seedS/stepN.parquet, or their folder")
+    columns = {name: np.concatenate([table[name].to_pylist() for table in tables]) for name in ("benchmark", "verdict")}
+    opinion = np.concatenate([table["second_opinion"].to_numpy() for table in tables])
+    kinds = [str(kind) for kind in Verdict]
+    rows = [["benchmark", "samples", *(kind.replace("_", " ") for kind in kinds), "opinion right", "opinion wrong", "differ"]]
+    for name in [*sorted(set(columns["benchmark"])), "all"]:
+        here = np.full(len(opinion), True) if name == "all" else columns["benchmark"] == name
+        verdict = columns["verdict"][here]
+        scored = np.isin(verdict, [str(kind) for kind in Verdict if kind.is_scored])
+        says_right = scored & (verdict != Verdict.CORRECT) & (opinion[here] == 1)
+        says_wrong = (verdict == Verdict.CORRECT) & (opinion[here] == 0)
+        shares = [f"{(verdict == kind).mean():.1%}" for kind in kinds]
+        differing = f"{(says_right | says_wrong).mean():.2%}"
+        rows.append([name, f"{here.sum():,}", *shares, f"{says_right.sum():,}", f"{says_wrong.sum():,}", differing])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows)
 
 
 def inspect_samples(
