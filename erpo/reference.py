@@ -31,8 +31,8 @@ from erpo.generation import evaluation_mode
 from erpo.objective import query_weights
 from erpo.progress import Progress
 from erpo.records import Query, derive_seed, read_queries
+from erpo.scoring import Scorer
 from erpo.templates import fingerprint, load_tokenizer
-from erpo.terms import label_logprobs
 
 logger = logging.getLogger(__name__)
 
@@ -68,17 +68,14 @@ def score_prompts(
         batch_tokens: padded tokens per forward.
         progress: told the number of scored prompts.
     """
-    device = next(model.parameters()).device
+    device, scorer = next(model.parameters()).device, Scorer(model)
     found: list[np.ndarray] = [np.empty(0, np.float32)] * len(prompts)
     done = 0
     with evaluation_mode(model):
         for rows in _batches([len(prompt) for prompt in prompts], batch_tokens):
             ids = nn.utils.rnn.pad_sequence([torch.tensor(prompts[i], dtype=torch.long) for i in rows], batch_first=True).to(device)
-            logits = model(input_ids=ids, use_cache=False).logits
-            # Row by row: a float32 copy of a whole batch's logits would be the largest tensor of the job.
-            for i, row_logits, row_ids in zip(rows, logits, ids, strict=True):
-                last = len(prompts[i]) - 1
-                found[i] = label_logprobs(row_logits[:last], row_ids[1 : last + 1]).cpu().numpy()
+            for i, logprobs in zip(rows, scorer.texts(ids, [len(prompts[i]) for i in rows]), strict=True):
+                found[i] = logprobs.cpu().numpy()
             done += len(rows)
             if progress is not None:
                 progress.update(done)

@@ -98,6 +98,14 @@ class Scorer:
             parts.append(self._score(splits, states, labels, temperature))
         return Scores(layout.placed([logprobs for logprobs, _ in parts]), layout.placed([entropy for _, entropy in parts]))
 
+    def texts(self, ids: Tensor, lengths: list[int]) -> list[Tensor]:
+        """Log-probs [n - 1] of tokens 2 to n of right-padded texts [B, S] of n tokens each, at temperature 1, in float32."""
+        splits = self._splits(ids.numel())
+        states = self._states(splits, input_ids=ids, use_cache=False)
+        score = self._from_hidden if splits else lambda logits, labels, _: (label_logprobs(logits, labels), None)
+        # Text by text: a float32 copy of a whole batch's logits would be the largest tensor of the job.
+        return [score(row[: n - 1], own[1:n], 1.0)[0] for row, own, n in zip(states, ids, lengths, strict=True)]
+
     def _states(self, splits: bool, **inputs: Any) -> Tensor:
         """Logits, or the hidden states before the output layer where the logits would be too many."""
         return _body(self.policy)(**inputs).last_hidden_state if splits else self.policy(**inputs).logits

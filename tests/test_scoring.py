@@ -111,6 +111,20 @@ def test_a_model_that_caps_its_logits_keeps_them_whole() -> None:
     assert has_plain_head(capped)
 
 
+def test_texts_are_scored_without_whole_logits_alike() -> None:
+    policy, ids = tiny_policy(0), torch.tensor([[3, 1, 4, 1, 5], [9, 2, 6, 0, 0], [7, 0, 0, 0, 0]])
+    with torch.no_grad():
+        scoring.SPLIT_ELEMENTS = WHOLE
+        whole = Scorer(policy).texts(ids, [5, 3, 1])
+        scoring.SPLIT_ELEMENTS = SPLIT
+        split = Scorer(policy).texts(ids, [5, 3, 1])
+        logprobs = torch.log_softmax(policy(input_ids=ids).logits, -1)
+    assert [len(row) for row in whole] == [4, 2, 0]
+    for a, b in zip(whole, split, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+    torch.testing.assert_close(whole[1], torch.stack([logprobs[1, 0, 2], logprobs[1, 1, 6]]))
+
+
 # --- from hidden states ------------------------------------------------------------------------------------------------
 
 
