@@ -107,7 +107,7 @@ format: $(DEV_READY)
 	$(BIN)/snakefmt Snakefile workflow
 
 # Paired comparisons with what a user would pick instead; a table each on the screen and in benchmarks/results/. About half an hour.
-BENCHMARKS ?= sampling training_step parts shared_query logprob_memory reference scaling planning gpu
+BENCHMARKS ?= sampling training_step parts shared_query logprob_memory reference scaling planning floors gpu
 
 bench: $(DEV_READY)
 	@for name in $(BENCHMARKS); do echo "== $$name"; $(BIN)/python benchmarks/$$name.py || exit 1; done

@@ -114,7 +114,9 @@ def stepper(world: World, run: RunConfig, machine: Machine | None = None, stops:
     grader.__enter__()  # workers stay until the process ends
 
     def step(number: int) -> dict[str, float]:
-        return learner.learn(number, collector.collect(number))
+        experience = collector.collect(number)
+        sampled = {"time/rollout": experience.seconds["rollout"], "vocabulary": float(len(tokenizer))}
+        return learner.learn(number, experience) | sampled
 
     return step
 
