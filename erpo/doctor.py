@@ -6,6 +6,7 @@ import importlib.util
 import os
 import shutil
 import socket
+import sys
 import urllib.parse
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -233,7 +234,7 @@ def start_on_node(site: Site, seconds: float) -> Finding:
     ]
     gpu = f"--gpus={site.gpu_type + ':' if site.gpu_type else ''}1"
     code = "import torch; print(torch.cuda.get_device_name() if torch.cuda.is_available() else 'no GPU')"
-    command = ["srun", "-n1", "-t5", "--mem=4000", gpu, *filter(None, options), "python", "-c", code]
+    command = ["srun", "-n1", "-t5", "--mem=4000", gpu, *filter(None, options), sys.executable, "-c", code]
     try:
         answer = slurm.ask(*command, seconds=seconds).strip().splitlines()
     except slurm.UnreachableError as error:

@@ -169,8 +169,8 @@ class Cluster:
 
     def jobs(self, states: str = "all") -> list[dict[str, str]]:
         """Jobs that the controller remembers, oldest first: id, state, rule (the comment), partition, cpus, memory, gpus, nodes."""
-        columns = ("id", "state", "comment", "partition", "cpus", "memory", "gpus", "nodes", "limit", "name", "reason")
-        form = "%i|%T|%k|%P|%C|%m|%b|%N|%l|%j|%r"
+        columns = ("id", "state", "comment", "partition", "cpus", "memory", "gpus", "nodes", "limit", "name", "workdir")
+        form = "%i|%T|%k|%P|%C|%m|%b|%N|%l|%j|%Z"
         lines = self.client("squeue", "-h", "-t", states, "-o", form).splitlines()
         found = [dict(zip(columns, line.split("|"), strict=True)) for line in lines]
         return sorted(found, key=lambda job: int(job["id"]))

@@ -67,7 +67,10 @@ def why_not() -> str | None:
 
 @pytest.fixture(scope="session")
 def cluster(tmp_path_factory) -> Iterator[Cluster]:
-    """Two nodes with fake GPUs; with accounting if ERPO_SLURM_ACCOUNTING=1."""
+    """Two nodes with fake GPUs, with accounting if ERPO_SLURM_ACCOUNTING=1; or what is up in the folder ERPO_SLURM_CLUSTER."""
+    if "ERPO_SLURM_CLUSTER" in os.environ:
+        yield Cluster(folder=Path(os.environ["ERPO_SLURM_CLUSTER"]), accounting=ACCOUNTING)
+        return
     cluster = Cluster(folder=tmp_path_factory.mktemp("slurm"), accounting=ACCOUNTING)
     cluster.up()
     yield cluster
@@ -110,6 +113,12 @@ class Clone:
     def run(self, *arguments: str, **environment: str) -> int:
         """Snakemake to its end."""
         return self.finish(self.start(*arguments, **environment))
+
+    def erpo(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        """The command line, here."""
+        command = [sys.executable, "-m", "erpo", *arguments]
+        environment = self.cluster.environment()
+        return subprocess.run(command, cwd=self.folder, env=environment, capture_output=True, text=True, timeout=120, check=False)
 
     def said(self) -> str:
         """Everything that Snakemake said here."""
@@ -179,8 +188,14 @@ def clone(tmp_path, cluster) -> Iterator[Clone]:
 
 
 def _clean_up(clone: Clone) -> None:
-    clone.cluster.client("scancel", "--user=root", check=False)
-    wait_until(lambda: not clone.cluster.client("squeue", "-h", check=False).strip(), 15)
+    """Cancel what is left of a clone's jobs, and of no other's."""
+
+    def left() -> list[str]:
+        return [job["id"] for job in clone.cluster.jobs("R,PD,CG") if Path(job["workdir"]).is_relative_to(clone.folder)]
+
+    if left():
+        clone.cluster.client("scancel", *left(), check=False)
+    wait_until(lambda: not left(), 15)
     _end_orphans(clone.folder)
 
 

@@ -52,6 +52,9 @@ def assert_same_as(undisturbed: Clone, clone: Clone, attempts: int, repeated: in
 
 def test_a_job_warned_of_its_time_limit_saves_and_is_resubmitted(prepared, undisturbed):
     head, job = start_and_await_step(prepared, 3)
+    status = prepared.erpo("status").stdout
+    assert "train long seed 0: step " in status
+    assert f"{job['id']}: train-long-0-{LONG_STEPS}, running" in status
     prepared.cluster.client("scancel", "-s", "TERM", job["id"])  # what --signal=TERM@60 does a minute before the limit
     assert prepared.finish(head) == 0, prepared.said()[-3000:]
     assert "stopping after step" in "".join(path.read_text() for path in prepared.path("logs/slurm").rglob(f"{job['id']}.log"))

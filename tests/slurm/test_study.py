@@ -71,6 +71,25 @@ def test_a_gpu_type_that_no_node_has_is_said_before_submission(clone):
     assert "gpu_type 'h100' does not exist; there are: a100" in clone.said()
 
 
+def test_doctor_compares_the_site_file_with_the_cluster(clone):
+    fine = clone.erpo("doctor", "--config", "study=trial", "partition=cpu")
+    assert fine.returncode == 0, fine.stdout
+    assert "Slurm answers; partitions: cpu, gpu, short" in fine.stdout
+    wrong = clone.erpo("doctor", "--config", "study=trial", "partition=gpus", "account=me", "--on-node")
+    assert wrong.returncode == 1
+    assert "FAULT  partition 'gpus' does not exist; there are: cpu, gpu, short" in wrong.stdout
+    assert f"FAULT  {NO_ACCOUNT}" in wrong.stdout
+    assert "FAULT  no start on a compute node: srun: error:" in wrong.stdout
+    paper = clone.erpo("doctor", "--config", "gpu_type=h100", "gpus_per_node=4", "--on-node")
+    assert "FAULT  gpu_type 'h100' does not exist; there are: a100" in paper.stdout
+
+
+def test_doctor_starts_the_engine_on_a_node(clone):
+    """The GPUs of this cluster are no real ones, and it says so."""
+    found = clone.erpo("doctor", "--config", "study=trial", "gpu_type=a100", "--on-node")
+    assert "FAULT  a compute node starts torch but sees no GPU" in found.stdout
+
+
 def test_a_failing_job_shows_its_log(clone):
     clone.path("erpo/warm_start.py").write_text("raise RuntimeError('on purpose')\n")
     assert clone.run("data", "--config", "study=trial", "--retries", "1") != 0
