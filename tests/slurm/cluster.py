@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 ETC = Path("/etc/slurm")
-READY_SECONDS = 40.0
+READY_SECONDS = 90.0
 STOP_SECONDS = 10.0
 KILL_WAIT = 8
 """Seconds between the TERM of a time limit and the KILL."""

@@ -71,10 +71,13 @@ def cluster(tmp_path_factory) -> Iterator[Cluster]:
     if "ERPO_SLURM_CLUSTER" in os.environ:
         yield Cluster(folder=Path(os.environ["ERPO_SLURM_CLUSTER"]), accounting=ACCOUNTING)
         return
-    cluster = Cluster(folder=tmp_path_factory.mktemp("slurm"), accounting=ACCOUNTING)
-    cluster.up()
-    yield cluster
-    cluster.down()
+    port = int(os.environ.get("ERPO_SLURM_PORT", Cluster.port))
+    cluster = Cluster(folder=tmp_path_factory.mktemp("slurm"), port=port, accounting=ACCOUNTING)
+    try:
+        cluster.up()
+        yield cluster
+    finally:
+        cluster.down()
 
 
 @dataclass(frozen=True)
@@ -101,7 +104,7 @@ class Clone:
                 start_new_session=True,
             )
 
-    def finish(self, process: subprocess.Popen[str], timeout: float = 240.0) -> int:
+    def finish(self, process: subprocess.Popen[str], timeout: float = 900.0) -> int:
         """Exit status; a Snakemake that hangs is killed and shown."""
         try:
             return process.wait(timeout)
@@ -132,7 +135,7 @@ class Clone:
         """Text of the final tables."""
         return {path.name: path.read_text() for path in sorted(self.path("results/trial/tables").glob("*.csv"))}
 
-    def await_job(self, rule: str, states: str = "R", seconds: float = 90.0, after: int = 0) -> dict[str, str]:
+    def await_job(self, rule: str, states: str = "R", seconds: float = 300.0, after: int = 0) -> dict[str, str]:
         """The first job of a rule in these states with an id above `after`."""
         found: list[dict[str, str]] = []
 

@@ -34,7 +34,7 @@ def start_and_await_step(clone: Clone, step: int, *arguments: str) -> tuple:
     """Snakemake, and the job that is training, once it has done some steps."""
     head = clone.start(*TARGET, *arguments)
     job = clone.await_job("train")
-    assert wait_until(lambda: any(row["step"] >= step for row in rows(clone)), 120), clone.said()[-3000:]
+    assert wait_until(lambda: any(row["step"] >= step for row in rows(clone)), 600), clone.said()[-3000:]
     return head, job
 
 
@@ -83,7 +83,7 @@ def test_the_controller_is_restarted(prepared, undisturbed):
 def test_ctrl_c_cancels_and_the_same_command_goes_on(prepared, undisturbed):
     head, _job = start_and_await_step(prepared, 3)
     head.send_signal(signal.SIGINT)
-    assert prepared.finish(head, 60) != 0
+    assert prepared.finish(head, 120) != 0
     assert wait_until(lambda: not prepared.cluster.jobs("R,PD,CG"), 30)
     assert prepared.run(*TARGET) == 0, prepared.said()[-3000:]
     assert_same_as(undisturbed, prepared, attempts=2, repeated=SAVE_EVERY)
