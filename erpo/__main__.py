@@ -11,7 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from erpo import __version__
+from erpo import __version__, operations
+from erpo.operations import say
 from erpo.options import add_machine_options, flag, machine_of
 
 _BAD_INPUT = 2
@@ -198,7 +199,7 @@ def regrade(args: argparse.Namespace) -> None:
     from erpo.inspection import find_samples
 
     changed = regrade_scores(scores=args.scores, **find_samples(args.scores, args.markers, args.benchmarks, args.store))
-    _say([f"{count} {what}" for what, count in sorted(changed.items())] or ["no verdict changed"])
+    say([f"{count} {what}" for what, count in sorted(changed.items())] or ["no verdict changed"])
 
 
 # --- verbs for people --------------------------------------------------------------------------------------------------
@@ -235,41 +236,6 @@ def schema(args: argparse.Namespace) -> None:
     run(check=args.check)
 
 
-def status(args: argparse.Namespace) -> None:
-    """Training runs (step, rate, ETA, last save) and this user's jobs in the queue."""
-    from erpo.progress import describe_status
-    from erpo.slurm import describe_queue
-
-    _say([*describe_status(args.results), *describe_queue()])
-
-
-def plan(args: argparse.Namespace) -> None:
-    """Jobs of a target with their reasons, GPU-hours, wall time and disk, before anything is spent."""
-    from erpo.plan import make_plan
-
-    lines, refusal = make_plan(
-        args.targets,
-        args.config,
-        profile=None if args.profile == "none" else args.profile,
-        gpus=args.gpus,
-        budget_gpu_hours=args.budget_gpu_hours,
-        confirmed=args.yes,
-        each_job=args.jobs,
-    )
-    _say(lines)
-    if refusal:
-        raise ValueError(refusal)
-
-
-def doctor(args: argparse.Namespace) -> int:
-    """Whether cluster, storage, models, data and libraries are ready for a study, and the fix for what is not."""
-    from erpo.doctor import check
-
-    lines, faults = check(args.config, profile=args.profile, on_node=args.on_node)
-    _say(lines)
-    return 1 if faults else 0
-
-
 def inspect(args: argparse.Namespace) -> None:
     """Show samples with verdicts and reasons."""
     from erpo.inspection import find_samples, inspect_samples
@@ -284,11 +250,7 @@ def verdicts(args: argparse.Namespace) -> None:
     """Verdicts by benchmark, and where grader and second opinion differ."""
     from erpo.inspection import verdict_table
 
-    _say([verdict_table(args.scores)])
-
-
-def _say(lines: list[str]) -> None:
-    print("\n".join(lines))
+    say([verdict_table(args.scores)])
 
 
 # --- shared readings of arguments --------------------------------------------------------------------------------------
@@ -357,18 +319,8 @@ def _parser() -> argparse.ArgumentParser:
     verb(regrade, "scores", "markers*", "benchmarks*").add_argument("--store", type=Path)
     verb(verdicts).add_argument("scores", type=Path, nargs="+", help="scores files, or folders of them")
     verb(schema).add_argument("--check", action="store_true", help="fail if the generated files are stale")
-    verb(status).add_argument("results", type=Path, nargs="?", default=Path("results"))
-    ahead = verb(plan)
-    ahead.add_argument("targets", nargs="*", help="as for Snakemake; none: all")
-    ahead.add_argument("--gpus", type=int, help="GPUs that may be used at once, for the wall time")
-    ahead.add_argument("--budget-gpu-hours", type=float, help="refuse above it")
-    ahead.add_argument("--yes", action="store_true", help="above the budget too")
-    ahead.add_argument("--jobs", action="store_true", help="every job with its reason")
-    health = verb(doctor)
-    health.add_argument("--on-node", action="store_true", help="start Python on a compute node too (through srun)")
-    for sub in (ahead, health):
-        sub.add_argument("--config", nargs="*", default=[], help="study=NAME and site settings, as for Snakemake")
-        sub.add_argument("--profile", default="slurm", help="slurm, another profile, or none")
+    for action in operations.VERBS:
+        operations.add_options(action, verb(action))
     look = verb(inspect, "markers*", "benchmarks*")
     look.add_argument(
         "samples", type=Path, nargs="?", help="results/STUDY/samples/RUN/seedS/stepN; else --markers, --benchmarks, --store"
