@@ -135,7 +135,7 @@ class Engine:
             groups.append({"params": heads, "name": "value"})
         run = self.run
         options = {"lr": run.learning_rate, "betas": (run.beta1, run.beta2), "weight_decay": run.weight_decay}
-        if self.machine.offload_optimizer:
+        if self.machine.offload_optimizer and torch.cuda.is_available():
             return deepspeed.ops.adam.DeepSpeedCPUAdam(groups, adamw_mode=True, **options)
         return torch.optim.AdamW(groups, **options)
 
@@ -153,6 +153,8 @@ class Engine:
             "gradient_clipping": self.run.max_grad_norm if machine.zero_stage > 0 else 0.0,  # stage 0: clipped in `step`
             "zero_optimization": zero,
             "zero_allow_untested_optimizer": True,
+            # DeepSpeed's AdamW for CPUs is a C++ extension that compiles for minutes: used where a GPU waits for it, see _optimizer
+            "zero_force_ds_cpu_optimizer": torch.cuda.is_available(),
             "bf16": {"enabled": bf16},
             "steps_per_print": 10**9,
             "wall_clock_breakdown": False,

@@ -1,12 +1,19 @@
 """The trainer: resumed equals uninterrupted, bit for bit; what should change nothing changes nothing; trouble is survived."""
 
+import argparse
 import json
+import shutil
 import subprocess
 import sys
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
+from erpo.checkpoint import saved_steps
+from erpo.config import Machine
+from erpo.engine import Engine
+from erpo.options import machine_of
 from erpo.trainer import UnhealthyRunError, train
 from tests import ranks
 from tests.tiny import Place, assert_equal_policies, make_place
@@ -35,16 +42,134 @@ METHODS = {
 }
 
 
+def state(place: Place, name: str, step: int) -> dict[str, torch.Tensor]:
+    """Parameters and Adam moments of a training state."""
+    return load_file(place.root / "runs" / name / "work/states" / f"step{step}" / "tensors-0.safetensors")
+
+
+def samples(place: Place, name: str) -> list[dict]:
+    """The sample tables: queries and the responses drawn for them."""
+    return [json.loads(line) for line in (place.root / "runs" / name / "work/samples.jsonl").read_text().splitlines()]
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_resumed_training_equals_uninterrupted_training(place, method):
-    """Ten queries, four a step: the cut after step 3 lies in the second epoch."""
-    settings = METHODS[method]
-    train(**place.arguments(f"{method}-whole", 6, settings))
-    train(**place.arguments(f"{method}-cut", 3, settings))
-    train(**place.arguments(f"{method}-cut", 6, settings))
-    assert_equal_policies(place.policy(f"{method}-whole", 6), place.policy(f"{method}-cut", 6))
-    assert place.rows(f"{method}-whole") == place.rows(f"{method}-cut")
-    assert moved(place.policy(f"{method}-cut", 3), place.policy(f"{method}-cut", 6)) > 1e-4
+    """Ten queries, four a step: the cut after step 3 lies in the second epoch, an evaluation before it."""
+    settings = {**METHODS[method], "warmup_steps": 5, "evaluate_every": 2}
+    probed = {"probe_paths": [place.queries]}
+    train(**place.arguments(f"{method}-whole", 6, settings), **probed)
+    train(**place.arguments(f"{method}-cut", 3, settings), **probed)
+    train(**place.arguments(f"{method}-cut", 6, settings), **probed)
+    whole, cut = f"{method}-whole", f"{method}-cut"
+    assert_equal_policies(place.policy(whole, 6), place.policy(cut, 6))
+    assert_equal_policies(state(place, whole, 6), state(place, cut, 6))
+    assert place.rows(whole) == place.rows(cut)
+    assert samples(place, whole) == samples(place, cut)
+    assert "eval/accuracy" in place.rows(cut)[4]
+    assert moved(place.policy(cut, 3), place.policy(cut, 6)) > 1e-4
+
+
+def test_an_evaluation_changes_nothing(place):
+    train(**place.arguments("unprobed", 2, METHODS["erpo"]))
+    train(**place.arguments("probed", 2, {**METHODS["erpo"], "evaluate_every": 1}), probe_paths=[place.queries])
+    assert_equal_policies(place.policy("unprobed", 2), place.policy("probed", 2))
+
+
+def test_lost_states_are_an_error_and_never_a_fresh_start(place):
+    train(**place.arguments("lost", 2, METHODS["erpo"]))
+    work = place.root / "runs/lost/work"
+    (work / "states").rename(work / "elsewhere")
+    with pytest.raises(ValueError, match=r"step 2 was reached, but no training state .* verifies: put the states back"):
+        train(**place.arguments("lost", 4, METHODS["erpo"]))
+    (work / "elsewhere").rename(work / "states")
+    train(**place.arguments("lost", 4, METHODS["erpo"]))
+    with pytest.raises(ValueError, match="nothing to resume from"):
+        Engine.load(None, work / "nowhere")
+
+
+def test_a_state_of_other_settings_is_refused(place):
+    train(**place.arguments("mine", 2, METHODS["erpo"]))
+    runs = place.root / "runs"
+    (runs / "other/work").mkdir(parents=True)
+    shutil.copytree(runs / "mine/work/states", runs / "other/work/states")
+    with pytest.raises(ValueError, match="is a state of other settings"):
+        train(**place.arguments("other", 3, {**METHODS["erpo"], "learning_rate": 2e-3}))
+
+
+def test_an_empty_settings_file_is_one_sentence_and_an_empty_marker_is_written_again(place):
+    arguments = place.arguments("emptied", 2, METHODS["erpo"])
+    train(**arguments)
+    marker = arguments["marker"].read_text()
+    arguments["marker"].write_text("")
+    train(**arguments)
+    assert arguments["marker"].read_text() == marker
+    (place.root / "runs/emptied/work/spec.json").write_text("")
+    with pytest.raises(ValueError, match=r"spec\.json is damaged .*; delete it"):
+        train(**arguments)
+
+
+def test_a_longer_run_is_the_shorter_one_continued(place):
+    """States at the milestones stay; the best one by training reward can stay too."""
+    options = {"save_every": 1, "keep_states": 1, "keep_best_state": True}
+    for step in (2, 5):
+        train(**place.arguments("chain", step, METHODS["erpo"], **options))
+    work = place.root / "runs/chain/work"
+    rewards = {step: row["reward/mean"] for step, row in place.rows("chain").items()}
+    best = max(rewards, key=lambda step: (rewards[step], step))
+    assert saved_steps(work / "states") == sorted({2, best, 5})
+    assert [row["attempt"] for row in map(json.loads, (work / "metrics.jsonl").read_text().splitlines())] == [1, 1, 2, 2, 2]
+
+
+@pytest.mark.parametrize(
+    ("settings", "machine"),
+    [
+        ({}, {"activation_checkpointing": True}),
+        ({}, {"offload_optimizer": True}),
+        ({}, {"offload_optimizer": True, "offload_parameters": True, "zero_stage": 3}),
+        ({}, {"deterministic": True}),
+    ],
+    ids=["checkpointing", "optimizer", "parameters", "deterministic"],
+)
+def test_memory_savers_change_no_number(place, settings, machine):
+    name = "-".join(machine)
+    train(**place.arguments("spacious", 4, METHODS["erpo"]))
+    train(**place.arguments(name, 2, {**METHODS["erpo"], **settings}, **machine))
+    train(**place.arguments(name, 4, {**METHODS["erpo"], **settings}, **machine))
+    assert moved(place.policy("spacious", 4), place.policy(name, 4)) < 2e-5
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_bfloat16_trains_with_float32_master_weights(place, stage):
+    """The learning rate is far below bfloat16's resolution of most weights: only float32 masters can gather such updates."""
+    name, settings = f"half-{stage}", {**METHODS["erpo"], "dtype": "bfloat16", "learning_rate": 1e-5}
+    train(**place.arguments(f"{name}-whole", 4, settings, zero_stage=stage, max_logprob_gap=1.0))
+    train(**place.arguments(name, 2, settings, zero_stage=stage, max_logprob_gap=1.0))
+    train(**place.arguments(name, 4, settings, zero_stage=stage, max_logprob_gap=1.0))
+    assert place.policy(name, 4)["model.norm.weight"].dtype == torch.bfloat16
+    assert_equal_policies(place.policy(f"{name}-whole", 4), place.policy(name, 4))
+    masters = {step: state(place, name, step)["param/policy.model.norm.weight"] for step in (2, 4)}
+    assert masters[2].dtype == torch.float32
+    assert 1e-6 < float((masters[4] - masters[2]).abs().max()) < 1e-4
+    assert_equal_policies(state(place, f"{name}-whole", 4), state(place, name, 4))
+
+
+def test_impossible_machines_are_refused():
+    with pytest.raises(ValueError, match="offload_parameters needs zero_stage: 3"):
+        Machine(offload_parameters=True)
+    with pytest.raises(ValueError, match="offload_optimizer needs zero_stage: 1, 2 or 3"):
+        Machine(offload_optimizer=True, zero_stage=0)
+
+
+def test_a_machine_is_also_read_from_the_environment(monkeypatch):
+    monkeypatch.setenv("ERPO_MACHINE", "trackers=tensorboard collapse_watch=stop zero_stage=2")
+    arguments = argparse.Namespace(**dict.fromkeys(Machine.model_fields))
+    arguments.zero_stage = 3
+    found = machine_of(arguments)
+    assert (found.trackers, found.collapse_watch, found.zero_stage) == (("tensorboard",), "stop", 3)
+    monkeypatch.setenv("ERPO_MACHINE", "zero=2")
+    with pytest.raises(ValueError, match="ERPO_MACHINE: 'zero=2' is not KEY=VALUE"):
+        machine_of(arguments)
 
 
 def test_without_coefficient_and_weight_query_kl_is_the_base_method(place):
