@@ -29,7 +29,8 @@ def test_the_tables_are_those_of_a_local_run(run_through_slurm, undisturbed):
 
 
 def test_the_queue_shows_names_and_resources(run_through_slurm, cluster):
-    jobs = {job["name"]: job for job in cluster.jobs() if job["state"] == "COMPLETED"}
+    folder = str(run_through_slurm.folder)
+    jobs = {job["name"]: job for job in cluster.jobs() if job["state"] == "COMPLETED" and job["workdir"] == folder}
     assert {"prepare_model-tiny", "cache_reference-tiny-train", "train-erpo-0-4", "score-erpo-0-4"} <= set(jobs)
     train, score = jobs["train-erpo-0-4"], jobs["score-erpo-0-4"]
     assert (train["partition"], train["memory"], train["cpus"], train["limit"]) == ("gpu", "3000M", "1", "7:00")
@@ -58,11 +59,10 @@ def test_nothing_is_left_to_do(run_through_slurm):
     ],
 )
 def test_what_the_cluster_does_not_have_is_said_before_submission(clone, setting, sentence):
-    before = len(clone.cluster.jobs())
     assert clone.run(*TARGET, setting) != 0
     assert sentence in clone.said()
     assert "Traceback" not in clone.said()
-    assert len(clone.cluster.jobs()) == before
+    assert [job for job in clone.cluster.jobs() if job["workdir"] == str(clone.folder)] == []
 
 
 def test_a_gpu_type_that_no_node_has_is_said_before_submission(clone):
@@ -95,8 +95,8 @@ def test_a_failing_job_shows_its_log(clone):
     assert clone.run("data", "--config", "study=trial", "--retries", "1") != 0
     assert clone.said().count("on purpose") >= 2
     assert "SLURM status is: 'FAILED'" in clone.said()
-    names = [job["name"] for job in clone.cluster.jobs() if job["state"] == "FAILED"]
-    assert names[-2:] == ["prepare_model-tiny"] * 2, "one attempt and one retry, each a job of its own"
+    jobs = [job for job in clone.cluster.jobs() if job["workdir"] == str(clone.folder)]
+    assert [(job["name"], job["state"]) for job in jobs] == [("prepare_model-tiny", "FAILED")] * 2, "each attempt is a job"
 
 
 @pytest.mark.slow
