@@ -135,7 +135,7 @@ def test_runs_cost_and_provenance_are_there(report):
     assert "kl_on" in texts
     assert '"query"' in texts
     assert "Training took 2.7 min in all, as the logs of the steps add up: 0.08889 GPU-hours." in texts  # 4 x 20 x 2 s, 2 GPUs
-    assert "4 runs, 4 checkpoints" in texts
+    assert "4 trainings" in texts
     assert any("torch 2.13.0" in text and "Trained on: 2 x a GPU." in text for text in texts)
     assert "10 input files with checksums" in texts
     assert [text for text in texts if text == "†"] == []

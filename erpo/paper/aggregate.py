@@ -14,6 +14,7 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -55,8 +56,17 @@ class Scores:
 
     def rows(self, benchmark: str, clean: bool = False) -> np.ndarray:
         """Indices of a benchmark's problems; `clean` leaves out flagged ones."""
-        chosen = self.problems["benchmark"].to_numpy() == benchmark
-        return np.flatnonzero(chosen & ~self.problems["flagged"].to_numpy() if clean else chosen)
+        chosen = self._owners == benchmark
+        return np.flatnonzero(chosen & ~self._flagged if clean else chosen)
+
+    @cached_property
+    def _owners(self) -> np.ndarray:
+        """Benchmark of every problem; taken out of the frame once, because every cell asks."""
+        return self.problems["benchmark"].to_numpy(dtype=str)
+
+    @cached_property
+    def _flagged(self) -> np.ndarray:
+        return self.problems["flagged"].to_numpy(dtype=bool)
 
     def columns(self, temperatures: Iterable[float]) -> np.ndarray:
         """Indices of temperatures; -1 for one that no file holds."""
