@@ -69,7 +69,7 @@ def test_second_opinion_never_contradicts_a_written_rule(grader):
     grades = grader.grade([box(rule["answer"]) for rule in RULES], [rule["gold"] for rule in RULES])
     contradicted = [rule for rule, g in zip(RULES, grades, strict=True) if g.second_opinion not in (None, rule["correct"])]
     assert [rule["answer"] for rule in contradicted] == ["28+x-x"]  # it lets unknowns cancel
-    assert sum(grade.second_opinion is not None for grade in grades) > len(RULES) / 2
+    assert sum(grade.second_opinion is not None for grade in grades) > 0.45 * len(RULES)
 
 
 def test_rules_of_the_documentation_are_the_rules_of_the_fixture():
@@ -145,6 +145,20 @@ def test_a_truncated_response_with_a_complete_box_is_graded():
         r"\frac{1}{}",
         "(1,2",
         "?",
+        "...",
+        "[]",
+        "['']",
+        "[None]",
+        "#N/A",
+        "as shown",
+        "refer to the graph",
+        r"\begin{pmatrix}1\\2",
+        "1 ||| ",
+        "None ||| 5",
+        r"5 \tolerance{}",
+        "}",
+        "x^",
+        r"\sqrt{",
     ],
 )
 @pytest.mark.parametrize("response", ["", r"\boxed{1}", r"\boxed{None}", r"\boxed{\text{see figure}}", "no box"])
@@ -154,7 +168,7 @@ def test_an_unreadable_gold_is_neither_right_nor_wrong(gold, response):
     assert not grade.verdict.is_scored
 
 
-@pytest.mark.parametrize("gold", [r"\text{none}", r"\text{undefined}", "[0,1)", r"\text{Evelyn}", "-1"])
+@pytest.mark.parametrize("gold", [r"\text{none}", r"\text{undefined}", "[0,1)", r"\text{Evelyn}", "-1", r"\{\}", "(1,2)"])
 def test_unusual_golds_are_readable(gold):
     assert grade_one(box(gold), gold).is_correct
 

@@ -9,6 +9,10 @@ from functools import lru_cache
 from typing import Literal
 
 BOX = "\\boxed"
+ALTERNATIVE = " ||| "
+"""Separates accepted answers within one gold answer: each of them is right."""
+TOLERANCE = re.compile(r"^(?P<gold>.*?)\s*\\tolerance\{(?P<size>[\d.]+(?:[eE][-+]?\d+)?)\}$")
+r"""A gold number may carry its own absolute tolerance: `4.2 \tolerance{0.1}`."""
 MAX_ANSWER_CHARS = 1_000
 """Longer answers are wrong unless they are the gold text (the longest gold of the data has 230 characters)."""
 MAX_NESTING = 40
@@ -103,10 +107,10 @@ def has_format(response: str) -> bool:
     return bool(found) and extract_answer(rest).answer is not None
 
 
-_MISSING_VALUE = re.compile(r"none|null|nan|n/?a|unknown|unavailable|tbd|todo|[?.-]+", re.IGNORECASE)
+_MISSING_VALUE = re.compile(r"|none|null|nil|nan|n/?a|missing|unknown|unavailable|tbd|todo|[?.…-]+", re.IGNORECASE)
 """What a program or a hurried hand writes for no label; as a word answer (`\\text{none}`) it is one."""
 _POINTER = re.compile(
-    r"\W*(?:please |as )?(?:see|refer to|shown in)\b.*|.*\b(?:not available|not provided|no answer)\b.*", re.IGNORECASE
+    r"\W*(?:please |as )?(?:see|refer to|shown)\b.*|.*\b(?:not available|not provided|no answer)\b.*", re.IGNORECASE
 )
 """A label that points elsewhere: `see figure`."""
 _LACKS_ARGUMENT = re.compile(
@@ -118,18 +122,27 @@ _LACKS_ARGUMENT = re.compile(
 def gold_problem(gold: str) -> str:
     """Why nothing can be graded against this gold answer; empty where it is fine.
 
-    Unreadable are: nothing, a missing value (`None`, `n/a`), a pointer (`see figure`), unbalanced brackets, a command
-    without its arguments.
+    Unreadable are: nothing, a missing value (`None`, `n/a`, `[]`), a pointer (`see figure`), unbalanced brackets, a command
+    without its arguments; also where that is true of one of several accepted answers.
     """
+    problems = (_problem(TOLERANCE.sub(r"\g<gold>", accepted.strip())) for accepted in gold.split(ALTERNATIVE.rstrip()))
+    return next(filter(None, problems), "")
+
+
+def _problem(gold: str) -> str:
+    if "\\tolerance" in gold:
+        return "gold with a tolerance that is no number"
     if _content(gold.strip()).answer is None:
         return "empty gold"
     words = re.sub(r"\\(?:text|mathrm|mbox|textbf|textrm)\s*\{([^{}]*)\}", r"\1", gold)
-    if _MISSING_VALUE.fullmatch(gold.strip(" $.")) or (words != gold and re.fullmatch(r"\s*[nN]/?[aA]\s*", words)):
+    if _MISSING_VALUE.fullmatch(gold.strip(" $.[]()<>'\"#")) or (words != gold and re.fullmatch(r"\s*[nN]/?[aA]\s*", words)):
         return "placeholder gold"
     if _POINTER.fullmatch(words.strip(" $")):
         return "gold that points elsewhere"
     if not is_balanced(gold):
         return "gold with unbalanced brackets"
+    if len(re.findall(r"\\begin(?![a-zA-Z])", gold)) != len(re.findall(r"\\end(?![a-zA-Z])", gold)):
+        return "gold with an environment that does not end"
     return "gold with a command that lacks its arguments" if _LACKS_ARGUMENT.search(gold.strip(" $")) else ""
 
 

@@ -12,15 +12,12 @@ from collections.abc import Callable
 from fractions import Fraction
 from typing import NamedTuple
 
+from erpo.grading.answers import ALTERNATIVE, TOLERANCE
 from erpo.grading.intervals import intervals
 from erpo.grading.latex import normalise, squeeze
 from erpo.grading.readings import Reading, read
 from erpo.grading.units import canonical_unit, units_differ
 
-ALTERNATIVE = " ||| "
-"""Separates accepted answers within one gold answer: each of them is right."""
-TOLERANCE = re.compile(r"^(?P<gold>.*?)\s*\\tolerance\{(?P<size>[\d.]+(?:[eE][-+]?\d+)?)\}$")
-r"""A gold number may carry its own absolute tolerance: `4.2 \tolerance{0.1}`."""
 ROUNDING = Fraction(1, 2_000_000)
 """Numbers written as decimals agree within half a unit of the sixth decimal place ..."""
 RELATIVE_ROUNDING = Fraction(1, 20_000)

@@ -44,7 +44,8 @@ _REWRITES = tuple(
         (r"\\[dt]binom(?![a-zA-Z])", r"\\binom"),
         (r"\\(?:geqslant|geqq|geq)(?![a-zA-Z])", r"\\ge"),
         (r"\\(?:leqslant|leqq|leq)(?![a-zA-Z])", r"\\le"),
-        (r"\\(?:neq)(?![a-zA-Z])", r"\\ne"),
+        (r"\\(?:neq|not\s*=)(?![a-zA-Z])", r"\\ne "),
+        (r"\\[hv]?phantom\s*\{[^{}]*\}", ""),
         (r"\\(?:varnothing)(?![a-zA-Z])", r"\\emptyset"),
         (r"\\lbrace(?![a-zA-Z])", r"\\{"),
         (r"\\rbrace(?![a-zA-Z])", r"\\}"),
@@ -72,7 +73,7 @@ _REWRITES = tuple(
         (r"(?<![a-zA-Z\\])(?:infinity|\\text\{\s*infinity\s*\})", r"\\infty"),
         (r"^\s*(?:\\text\{)?\s*all real(?: number)?s\s*\}?\s*$", r"\\mathbb{R}"),
         (r"^\s*(?:\\approx|\\simeq|\\sim|=|:)\s*", ""),
-        (r"(?<=\d)\s+(?=\d)", ""),
+        (r"(?<!frac )(?<!inom )(?<!sqrt )(?:^|(?<=[\s,;(\[=+-]))(\d[\d.]*)\s+(?=\d)", r"\1 , "),  # `1 2` is two values, never 12
         (r"(?<=[a-zA-Z])\s*\^\s*(?:\{\s*((?:\\prime\s*)+)\}|(\\prime)(?![a-zA-Z]))", lambda f: "'" * f[0].count("prime")),
         (r"\\dot\s*(?:\{(\w)\}|(\w))", r"\1\2'"),
         (r"\\ddot\s*(?:\{(\w)\}|(\w))", r"\1\2''"),
@@ -81,7 +82,7 @@ _REWRITES = tuple(
         (r"\s+", " "),
         (r",\s*(?=\)|\]|\\\})", ""),
         (r"(?:,\s*)+,|^[\s,]+", lambda found: "," if found[0].strip() and found.start() else ""),
-        (r"(?<!\\)[\s.,;:]+$", ""),
+        (r"(?<!\\)[\s,;:]*(?:(?<![.\\])\.)?[\s,;:]*$", ""),  # one full stop; `0.3...` is not 0.3
         (r"\\cr(?![a-zA-Z])\s*", r"\\\\ "),
     )
 )

@@ -175,7 +175,7 @@ _BARE_UNIT_TAIL = re.compile(r"(?<=[\d}\s])(?P<unit>[a-zA-Z]{2,}(?:\^(?:\{-?\d\}
 _HEDGE = re.compile(
     r"(?<![\^\w-])\d|\b(?:or|and|not|no|but|maybe|if|when|where|unless|except|never|is|to|through|between|more|less|than|least|most|plus|"
     r"minus|times|over|divided|mod|modulo|choose|factorial|squared|cubed|hundred|dozen|hal(?:f|ves)|thirds?|quarters?|fourths?|fifths?|"
-    r"wrong|incorrect|a?sinh?|a?cosh?|a?tanh?|log|ln|exp|sqrt)\b",
+    r"wrong|incorrect|guess|unsure|a?sinh?|a?cosh?|a?tanh?|log|ln|exp|sqrt)\b|\?",
     re.IGNORECASE,
 )
 """What keeps words after a number from being a unit: they change its value or take it back."""

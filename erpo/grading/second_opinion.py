@@ -50,7 +50,7 @@ def second_opinion(gold: str, answer: str) -> bool | None:
 
 _TAKES_BACK = re.compile(
     r"\b(?:or|and|not|no|but|maybe|if|when|to|more|less|than|times|plus|minus|over|half|halves|thirds?|quarters?|hundred|thousand|million|"
-    r"billion|dozen|squared|cubed|factorial)\b"
+    r"billion|dozen|squared|cubed|factorial|is|wrong|incorrect)\b|\?"
 )
 
 
@@ -58,7 +58,8 @@ def _clean(text: str) -> tuple[str, str]:
     """An answer without layout, and the words that stood behind it."""
     is_money = "\\$" in text
     text = re.sub(r"(\d)(?:,\\!|\\,)\s*(?=\d{3}(?!\d))|(\d)\{,\}(?=\d{3}(?!\d))", r"\1\2", text.strip())
-    text = _SPACING.sub(" ", text).replace("\\%", "%").strip().rstrip(".,;:")
+    text = _SPACING.sub(" ", text).replace("\\%", "%").strip().rstrip(",;:")
+    text = re.sub(r"(?<!\.)\.$", "", text)
     if re.fullmatch(r"[-+]?\d{1,3}(?:,\d{3})+(?:\.\d+)?", text):
         text = text.replace(",", "")
     text = re.sub(r"\\(?:text|mbox)\{\s*,?\s*(?:and|or)\s*\}|(?<=[\d}])\s+(?:and|or)\s+(?=[-\d\\])", ",", text)
@@ -73,7 +74,7 @@ def _clean(text: str) -> tuple[str, str]:
 
 _OUT_OF_SCOPE = re.compile(
     r"\\(?:text)?color|\\underline|\\fbox|\\(?:bf|it|rm|Large|large)\b|(?<![\\a-zA-Z])(?:sqrt|pi|sin|cos|tan|log|ln|exp|inf)(?![a-zA-Z])|"
-    r"^\(\(|\\cup|matrix|<|>|\\le\b|\\ge|\\pm|\\in\b|_|:|;|\\boxed|\b(?:and|or|not|maybe)\b|\d\s+\d|[\d}]\s*[a-zA-Z]{2,}$|\d\s+[a-zA-Z]{2,}|^\(?[A-J]\)?[.:)\s].*\w|[^\x00-\x7f]"
+    r"^\(\(|\d\s+\(|\.\.|\\cup|matrix|<|>|\\le\b|\\ge|\\pm|\\in\b|_|:|;|\\boxed|\b(?:and|or|not|maybe)\b|\d\s+\d|[\d}]\s*[a-zA-Z]{2,}$|\d\s+[a-zA-Z]{2,}|^\(?[A-J]\)?[.:)\s].*\w|[^\x00-\x7f]"
 )
 """What this checker does not try to understand."""
 

@@ -66,6 +66,10 @@ _FOR_PARSER = (
 )
 
 
+_DROPPED = re.compile(r"\\[lcd]?dots[bcmo]?(?![a-zA-Z])|\.\.\.|\\not(?![a-zA-Z])")
+"""What the parser passes over as if it were not there."""
+
+
 @lru_cache(maxsize=4096)
 def _parse(latex: str) -> tuple[Any, ...]:
     for pattern, replacement in _FOR_PARSER:
@@ -75,6 +79,8 @@ def _parse(latex: str) -> tuple[Any, ...]:
 
 def equivalent(gold: str, answer: str) -> bool:
     """Whether two expressions are equal: evidently unequal numbers first, then math-verify, in both directions."""
+    if len(_DROPPED.findall(gold)) != len(_DROPPED.findall(answer)):
+        return False
     left, right = _parse(gold), _parse(answer)
     if not left or not right:
         return False
@@ -96,6 +102,8 @@ _POINTS = (0.7310585786, 1.3178021753, 0.4218750913, 2.2360679775, 1.6180339887,
 _DIGITS = 30
 _EXACT_GAP = 1e-15
 _FLOAT_GAP = 1e-9
+_NOISE = 1e-14
+"""Relative error of a calculation with decimals that comes to an integer (`0.11 * 100`); typed numbers are compared exactly."""
 _VANISHING = 1e-40
 """Below this a value may be a zero that evaluation cannot recognise."""
 _NOT_EVALUABLE = (ArithmeticError, TypeError, ValueError, AttributeError, NotImplementedError, RecursionError)
@@ -124,7 +132,7 @@ def numerically(left: Any, right: Any) -> bool | None:
     is_rounded = bool(left.atoms(Float) | right.atoms(Float))
     if is_rounded and not unknowns:
         whole = any(side.is_Integer for side in (left, right))
-        return bool(gap == 0 if whole else gap <= float(ROUNDING) and gap <= float(RELATIVE_ROUNDING) * size)
+        return bool(gap <= _NOISE * size if whole else gap <= float(ROUNDING) and gap <= float(RELATIVE_ROUNDING) * size)
     if is_complex:
         return bool(gap <= _EXACT_GAP * size)
     return False if gap > (_FLOAT_GAP if is_rounded else _EXACT_GAP) * size else None
