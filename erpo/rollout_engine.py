@@ -96,6 +96,7 @@ class RolloutEngine:
         self.generator: Generator | None = None
         """None on a rank that has no engine."""
         options: dict[str, Any] = {
+            "tensor_parallel": machine.tensor_parallel,
             "dtype": run.dtype,
             "max_length": longest_prompt + run.max_response_tokens,
             "trust_remote_code": trust_remote_code,
@@ -103,8 +104,7 @@ class RolloutEngine:
         if machine.generator != "vllm":
             self.generator = PolicySampler(engine.module.policy, batch_rows=machine.rollout_rows)
         elif not machine.rollout_gpus:
-            shared, memory = machine.tensor_parallel, machine.engine_memory
-            self.generator = VllmGenerator(folder, **options, tensor_parallel=shared, is_rank=ranks > 1, memory=memory)
+            self.generator = VllmGenerator(folder, **options, is_rank=ranks > 1, memory=machine.engine_memory)
         elif self.share.engine is not None:
             gpus = _gpus_of_engine(machine, local_rank, ranks_of_node) if torch.cuda.is_available() else []
             self.generator = VllmProcess(folder, gpus, **options, memory=_WHOLE_GPU)

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -137,14 +139,13 @@ class VllmGenerator:
         common = {"temperature": sampling.temperature, "top_p": sampling.top_p, "max_tokens": sampling.max_tokens}
         common |= {"stop_token_ids": list(sampling.stop_ids), **_NEUTRAL}
         parameters = [self._parameters(seed=seed, **common) for request in requests for seed in request.seeds]
-        outputs = iter(self.llm.generate(prompts, parameters, use_tqdm=False) if prompts else ())
-        groups = [
+        self.llm.enqueue(prompts, parameters, use_tqdm=False)
+        bar = False if progress is None else partial(_ProgressBar, progress)
+        outputs = iter(self.llm.wait_for_completion(use_tqdm=bar))
+        return [
             [self._rollout(request, request.first_index + i, next(outputs), sampling) for i in range(len(request.seeds))]
             for request in requests
         ]
-        if progress is not None:
-            progress(len(prompts))
-        return groups
 
     def _rollout(self, request: Request, index: int, output: Any, sampling: Sampling) -> Rollout:
         (completion,) = output.outputs
@@ -246,6 +247,30 @@ def _start(arguments: dict[str, Any], in_process: bool) -> tuple[Any, Any]:
     if has_process_group:
         _KEPT.append(llm)
     return llm, SamplingParams
+
+
+class _ProgressBar:
+    """What vLLM takes for a progress bar: tells `report` the number of finished responses."""
+
+    def __init__(self, report: Callable[[int], None], **_: Any) -> None:
+        self._report, self._start = report, time.monotonic()
+        self.n, self.postfix = 0, ""
+
+    @property
+    def format_dict(self) -> dict[str, float]:
+        """Seconds since the start, which vLLM divides by."""
+        return {"elapsed": time.monotonic() - self._start + 1e-9}
+
+    def update(self, finished: int) -> None:
+        """Count."""
+        self.n += finished
+        self._report(self.n)
+
+    def refresh(self) -> None:
+        """Nothing to draw."""
+
+    def close(self) -> None:
+        """Nothing to draw."""
 
 
 class _Collected(logging.Handler):

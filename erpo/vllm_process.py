@@ -6,8 +6,10 @@ the trainer.
 
 from __future__ import annotations
 
+import atexit
 import multiprocessing
 import os
+import signal
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from multiprocessing.connection import Connection
@@ -25,6 +27,9 @@ from erpo.vllm_engine import VllmGenerator, require_vllm, ties_weights, with_out
 _SHARD_BYTES = 1 << 30
 """Most bytes of tensors held in memory before they are written."""
 
+_GOODBYE_SECONDS = 30.0
+"""How long a process that is no longer wanted may take to end."""
+
 _RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -34,7 +39,7 @@ class VllmProcess:
     Args:
         folder: Hugging Face folder of the policy.
         gpus: numbers of its GPUs among those this process sees; empty on a machine without any.
-        options: further arguments of `VllmGenerator`.
+        options: further arguments of `VllmGenerator`; its processes are vLLM's own (`is_rank` stays False).
 
     Raises:
         ValueError: vLLM is not installed, or refuses the model.
@@ -45,11 +50,11 @@ class VllmProcess:
         require_vllm()
         self._is_tied = ties_weights(folder, options.get("trust_remote_code", False))
         self._pipe, other_end = multiprocessing.Pipe()
-        options |= {"tensor_parallel": max(1, len(gpus))}
         arguments = (other_end, visible_gpus(gpus), folder, options)
-        self._process = multiprocessing.get_context("spawn").Process(target=_serve, args=arguments, daemon=True)
+        self._process = multiprocessing.get_context("spawn").Process(target=_serve, args=arguments)
         self._process.start()
         other_end.close()  # so that the end of the process ends the pipe
+        atexit.register(self.close)
         self._answer()
 
     def generate(
@@ -75,8 +80,12 @@ class VllmProcess:
 
     def close(self) -> None:
         """End the process."""
+        atexit.unregister(self.close)
         self._pipe.close()
-        self._process.join()
+        self._process.join(_GOODBYE_SECONDS)
+        if self._process.is_alive():
+            self._process.kill()
+            self._process.join()
 
     def _call(self, method: str, *arguments: Any) -> Any:
         self._pipe.send((method, arguments))
@@ -117,7 +126,9 @@ def visible_gpus(gpus: Sequence[int]) -> str:
 
 
 def _serve(pipe: Connection, gpus: str, folder: Path, options: dict[str, Any]) -> None:
-    """The child: start vLLM, then carry out calls until the parent is gone."""
+    """The child: start vLLM, then carry out calls until the parent is gone, which alone decides when that is."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)  # Slurm and terminals send them to all processes of a job
     for name in _RANK_VARIABLES:
         os.environ.pop(name, None)  # vLLM would take itself for a rank of the trainer's group
     if gpus:

@@ -1,7 +1,5 @@
 """Training with vLLM rollouts: the engine has the trainer's weights at every step, from every ZeRO stage, or the run stops."""
 
-import json
-
 import pytest
 
 from erpo.trainer import UnhealthyRunError, train
@@ -20,8 +18,10 @@ def test_the_gap_stays_at_its_first_level_over_five_large_updates(place, stage):
     train(**place.arguments(name, 5, {**FAST, "evaluate_every": 2}, generator="vllm", zero_stage=stage))
     found = gaps(place, name)
     assert len(found) == 5
-    assert all(row["update/applied"] == 1 for row in place.rows(name).values())
-    assert max(found) < 2 * found[0] < 1e-4
+    for row in place.rows(name).values():
+        assert row["update/applied"] == 1
+        assert row["policy/entropy"] > 1.0  # nats: log-probs that are all 0 would agree whatever the weights
+    assert max(found) < 3 * found[0] < 1e-5
 
 
 def test_an_engine_that_keeps_old_weights_is_caught_at_the_second_step(place, monkeypatch):
@@ -36,13 +36,12 @@ def test_an_engine_that_keeps_old_weights_is_caught_at_the_second_step(place, mo
     with pytest.raises(UnhealthyRunError, match=r"stopped at step 2: rollout/logprob_gap_mean is .* above 0\.1"):
         train(**place.arguments("stale", 5, FAST, generator="vllm", save_every=1))
     first, second = gaps(place, "stale")
-    assert first < 1e-4 < 0.1 < second
+    assert first < 1e-5 < 0.1 < second
     assert [path.name for path in (place.root / "runs/stale/work/states").glob("step*")] == ["step1"]
-    assert not json.loads((place.root / "runs/stale/work/states/step1/manifest.json").read_text())["info"]["is_milestone"]
 
 
 def test_an_engine_in_a_process_of_its_own_gets_every_update(place):
     train(**place.arguments("apart", 3, FAST, generator="vllm", rollout_gpus=1, zero_stage=3))
     found = gaps(place, "apart")
     assert len(found) == 3
-    assert max(found) < 2 * found[0] < 1e-4
+    assert max(found) < 3 * found[0] < 1e-5
