@@ -41,9 +41,11 @@ _NEUTRAL: dict[str, Any] = {
 }
 
 _CPU_SETTINGS = {
+    "VLLM_LOGGING_LEVEL": "ERROR",  # it warns at each sleep and wake that a CPU engine does neither
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # vLLM would pin this process, trainer and grader included, to cores of its choice
     "TORCHDYNAMO_DISABLE": "1",  # it would compile one small kernel, which takes a C++ compiler and 15 s
 }
+_GPU_SETTINGS = {"VLLM_LOGGING_LEVEL": "WARNING"}
 _CPU_CACHE_BYTES = 1 << 30
 """Keys and values on a CPU, where vLLM would otherwise take most of the memory."""
 
@@ -235,8 +237,8 @@ def _start(arguments: dict[str, Any], in_process: bool) -> tuple[Any, Any]:
     """The engine and its class of sampling parameters. Settings of vLLM that the user has made in the environment stay."""
     on_gpu = torch.cuda.is_available()
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if in_process else "1"  # tensors cannot be handed to another process
-    if not on_gpu:
-        os.environ.update({name: os.environ.get(name, value) for name, value in _CPU_SETTINGS.items()})
+    for name, value in (_GPU_SETTINGS if on_gpu else _CPU_SETTINGS).items():
+        os.environ.setdefault(name, value)
     from vllm import LLM, SamplingParams
 
     device = {"enable_sleep_mode": in_process} if on_gpu else {"enforce_eager": True, "kv_cache_memory_bytes": _CPU_CACHE_BYTES}
@@ -289,13 +291,15 @@ def _vllm_warnings() -> Iterator[list[str]]:
     """What vLLM warns of while it loads weights, whatever its log level."""
     collected = _Collected()
     loggers = [logging.getLogger(f"{_RELOAD_LOGGER}.{name}") for name in ("layerwise", "inplace")]
-    levels = [logger.level for logger in loggers]
+    before = [(logger.level, logger.propagate) for logger in loggers]
     for logger in loggers:
         logger.addHandler(collected)
         logger.setLevel(logging.WARNING)
+        logger.propagate = False  # layers without parameters are warned of too, at every update
     try:
         yield collected.messages
     finally:
-        for logger, level in zip(loggers, levels, strict=True):
+        for logger, (level, propagate) in zip(loggers, before, strict=True):
             logger.removeHandler(collected)
             logger.setLevel(level)
+            logger.propagate = propagate
