@@ -9,6 +9,8 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 TORCH ?= torch==2.13.0
 
 VLLM_VENV ?= $(VENV)-vllm
+# Which of its tests: also `slow` ones with VLLM_TESTS="".
+VLLM_TESTS ?= not slow
 
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
@@ -85,7 +87,7 @@ $(VLLM_READY): tests/vllm/requirements.txt tests/vllm/setup.sh $(DEV_READY)
 vllm-cpu: $(VLLM_READY)
 
 test-vllm: $(VLLM_READY)
-	@ERPO_NEEDS_VLLM=1 $(VLLM_VENV)/bin/python -m pytest -q -n $(CORES) --dist loadfile tests/vllm
+	@ERPO_NEEDS_VLLM=1 $(VLLM_VENV)/bin/python -m pytest -q -n $(CORES) --dist loadfile -m "$(VLLM_TESTS)" tests/vllm
 
 # With ERPO_SLURM_ACCOUNTING=1 the cluster keeps accounts (slurmdbd, mariadb-server); SLURM_TESTS="slurm" takes the slow ones too.
 SLURM_TESTS ?= slurm and not slow

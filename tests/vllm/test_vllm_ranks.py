@@ -31,6 +31,7 @@ def test_two_ranks_have_an_engine_each_or_share_one(place, machine):
     assert all(row["update/applied"] == 1 for row in place.rows(name).values())
 
 
+@pytest.mark.slow
 def test_an_engine_over_two_processes_takes_over_weights_from_files(place):
     folder = place.root / "models" / "tiny"
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
