@@ -205,6 +205,10 @@ class VllmGenerator:
                 torch.cuda.empty_cache()  # blocks that the trainer's allocator keeps for itself
             self.llm.wake_up(tags=["weights"])
 
+    def close(self) -> None:
+        """End the processes that vLLM started, if any."""
+        self.llm.llm_engine.engine_core.shutdown()
+
 
 def ties_weights(folder: Path, trust_remote_code: bool = False) -> bool:
     """Whether the model's output weights are its input embeddings."""

@@ -128,7 +128,8 @@ def visible_gpus(gpus: Sequence[int]) -> str:
 def _serve(pipe: Connection, gpus: str, folder: Path, options: dict[str, Any]) -> None:
     """The child: start vLLM, then carry out calls until the parent is gone, which alone decides when that is."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_IGN)  # Slurm and terminals send them to all processes of a job
+        # Slurm and terminals send them to all processes of a job. (SIG_IGN would be handed down to vLLM's own processes.)
+        signal.signal(number, lambda *_: None)
     for name in _RANK_VARIABLES:
         os.environ.pop(name, None)  # vLLM would take itself for a rank of the trainer's group
     if gpus:
@@ -143,6 +144,7 @@ def _serve(pipe: Connection, gpus: str, folder: Path, options: dict[str, Any]) -
         try:
             method, arguments = pipe.recv()
         except EOFError:
+            generator.close()
             return
         try:
             answer = getattr(generator, method)(*arguments)

@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -47,5 +48,8 @@ def test_an_engine_over_two_processes_takes_over_weights_from_files(place):
         with pytest.raises(ValueError, match="empty prompt"):
             engine.generate([Request("q", (), (1,))], sampling)
         assert np.array_equal(engine.generate(requests, sampling)[0][0].response_ids, groups[0][0].response_ids)
+        started = psutil.Process(engine._process.pid).children(recursive=True)
+        assert len(started) >= 2
     finally:
         engine.close()
+    assert psutil.wait_procs(started, timeout=20)[1] == []
