@@ -20,8 +20,8 @@ def test_the_gap_stays_at_its_first_level_over_five_large_updates(place, stage):
     assert len(found) == 5
     for row in place.rows(name).values():
         assert row["update/applied"] == 1
-        assert row["policy/entropy"] > 1.0  # nats: log-probs that are all 0 would agree whatever the weights
-    assert max(found) < 3 * found[0] < 1e-5
+    assert min(found) > 0  # log-probs that are all 0 would agree whatever the weights
+    assert max(found) < 10 * found[0] < 1e-5  # float noise grows with the logits; old weights are 1e4 times as far off
 
 
 def test_an_engine_that_keeps_old_weights_is_caught_at_the_second_step(place, monkeypatch):
@@ -34,7 +34,7 @@ def test_an_engine_that_keeps_old_weights_is_caught_at_the_second_step(place, mo
 
     monkeypatch.setattr(VllmGenerator, "update_weights", keep_first)
     with pytest.raises(UnhealthyRunError, match=r"stopped at step 2: rollout/logprob_gap_mean is .* above 0\.1"):
-        train(**place.arguments("stale", 5, FAST, generator="vllm", save_every=1))
+        train(**place.arguments("stale", 5, {**FAST, "entropy_coef": 0.0}, generator="vllm", save_every=1))
     first, second = gaps(place, "stale")
     assert first < 1e-5 < 0.1 < second
     assert [path.name for path in (place.root / "runs/stale/work/states").glob("step*")] == ["step1"]
