@@ -48,7 +48,7 @@ def test_one_engine_serves_all_temperatures_and_benchmarks(sampled):
     root, _, opened = sampled
     assert len(opened) == 1
     counts = {label: held["counts"] for label, held in json.loads((root / "shard.json").read_text())["holdings"].items()}
-    assert counts == {label: {"first": 18, "second": 12} for label in ("0", "0.6", "1")}
+    assert counts == {label: {"first": 18, "second": 12} for label in ("0.0", "0.6", "1.0")}
 
 
 def test_the_parts_say_which_engine_drew_them(sampled):
