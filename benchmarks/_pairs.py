@@ -13,6 +13,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+_PROCESS_GROUP = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""What training leaves in the environment; a child forms a group of its own."""
+
 RESULTS = Path(__file__).resolve().parent / "results"
 
 
@@ -89,7 +92,8 @@ def report(name: str, rows: Sequence[Mapping[str, Any]], **facts: Any) -> None:
 
 def in_child(script: str, *arguments: str) -> dict[str, Any]:
     """Run a benchmark script on one case in a process of its own; its last line is JSON."""
-    done = subprocess.run([sys.executable, script, *arguments], capture_output=True, text=True, check=False)
+    own = {key: value for key, value in os.environ.items() if key not in _PROCESS_GROUP}
+    done = subprocess.run([sys.executable, script, *arguments], capture_output=True, text=True, check=False, env=own)
     if done.returncode:
         raise RuntimeError(f"{script} {' '.join(arguments)} failed: {done.stderr[-2000:]}")
     return json.loads(done.stdout.splitlines()[-1])

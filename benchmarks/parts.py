@@ -67,11 +67,11 @@ def main() -> None:
     if args.weigh:
         weigh(args.weigh)
         return
+    weighed = {case: in_child(__file__, "--weigh", case) for case in CASES}
     with tempfile.TemporaryDirectory() as folder:
         world = _world.make_world(Path(folder), **TIMED)
         steps = {case: _world.stepper(world, settings(case, 8, args.cap), stops=False) for case in CASES}
         found = paired({case: lambda pair, step=step: step(pair + 1) for case, step in steps.items()}, args.pairs)
-    weighed = {case: in_child(__file__, "--weigh", case) for case in CASES}
     most = weighed["GRPO, reference model"]
     rows = [
         {
