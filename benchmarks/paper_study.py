@@ -1,6 +1,6 @@
 """Seconds to build every table, figure and the report of the paper study from an archive of its full size.
 
-    python benchmarks/paper_study.py [--study paper] [--cores 2] [--folder DIR]
+    python benchmarks/paper_study.py [--study paper] [--cores 2] [--folder DIR] [--one-process]
 
 Scores and logs are made up (tests/paper_study.py): 43 checkpoints of 763,200 samples. Builds twice through the documented rebuild,
 in two places, and says whether the files are the same. `--folder` keeps the archive: a second call goes straight to the builds.
@@ -21,7 +21,7 @@ sys.path.insert(0, str(ROOT))
 
 from erpo.archive import unpack_archive, write_archive  # noqa: E402
 from erpo.config import load_study, study_path  # noqa: E402
-from tests.paper_study import write_results  # noqa: E402
+from tests.paper_study import draw_everything, write_results  # noqa: E402
 
 
 def make_archive(folder, name):
@@ -60,12 +60,22 @@ def build(archive, out, cores):
     return made
 
 
+def build_here(archive, out):
+    """The same tables and figures in this process alone, one after the other."""
+    study = load_study(str(out / "config" / f"{unpack_archive(archive, out)}.yaml"))
+    begun, used = time.monotonic(), processor_seconds()
+    draw_everything(out / "results" / study.name, study, out / "made")
+    seconds, count = time.monotonic() - begun, len(study.tables) + len(study.figures)
+    print(f"{count} tables and figures in one process in {seconds:.1f} s; {processor_seconds() - used:.1f} s of processor time")
+
+
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--study", default="paper")
     parser.add_argument("--cores", type=int, default=2)
     parser.add_argument("--folder", type=Path)
     parser.add_argument("--once", action="store_true", help="build once, compare nothing")
+    parser.add_argument("--one-process", action="store_true", help="without Snakemake and the report")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         folder = args.folder or Path(temporary)
@@ -73,6 +83,9 @@ def main():
         archive = archive if archive.is_file() else make_archive(folder, args.study)
         print(f"{platform.machine()}, {os.cpu_count()} cores, {args.cores} used")
         with tempfile.TemporaryDirectory(dir=temporary) as place:
+            if args.one_process:
+                build_here(archive, Path(place))
+                return
             first = build(archive, Path(place) / "one", args.cores)
             if args.once:
                 return

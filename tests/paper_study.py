@@ -15,7 +15,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from erpo.config import Cell, Study, cells, reference_spec, run_spec, scored_cells
+from erpo.config import Cell, FigureStyle, Study, cells, drawn_spec, needs_scores, reference_spec, run_spec, scored_cells
+from erpo.paper.figures import make_figure
+from erpo.paper.panels import Picture
+from erpo.paper.tables import make_table
 from tests.synthetic import simulate_scores, write_cell, write_training
 
 SIZES = {"aime24": 30, "aime25": 30, "amc": 83, "math500": 500, "minerva": 272, "olympiadbench": 675}
@@ -53,6 +56,26 @@ def write_results(folder: Path, study: Study, sizes: dict[str, int] | None = Non
             _write_training(folder, study, cell, last, seed)
     _write_references(folder, study, seed)
     return scores
+
+
+def draw_everything(folder: Path, study: Study, out: Path, style: FigureStyle | None = None) -> dict[str, Picture]:
+    """Every table and figure of a study into one folder, in this process; the figures by name."""
+    pictures = {}
+    for name, artefact in {**study.tables, **study.figures}.items():
+        asked = cells(study, artefact)
+        scores = [folder / f"scores/{cell.run}/seed{cell.seed}/step{cell.step}.parquet" for cell in asked]
+        inputs = {
+            "spec": drawn_spec(study, name),
+            "scores": scores if needs_scores(artefact) else [],
+            "markers": [folder / f"runs/{cell.run}/seed{cell.seed}/step{cell.step}.json" for cell in asked if cell.step > 0],
+            "out_stem": out / name,
+            "counts": folder / "counts",
+        }
+        if name in study.tables:
+            make_table(**inputs)
+        else:
+            pictures[name] = make_figure(**inputs, references=sorted(folder.glob("reference/*/*.json")), style=style)
+    return pictures
 
 
 def accuracy(study: Study, cell: Cell, benchmark: str, temperature: float) -> float:

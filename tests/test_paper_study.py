@@ -3,12 +3,10 @@
 import pandas as pd
 import pytest
 
-from erpo.config import cells, drawn_spec, load_study, load_style, needs_scores
+from erpo.config import load_study, load_style
 from erpo.paper.comparison import INCOMPARABLE
-from erpo.paper.figures import make_figure
-from erpo.paper.tables import make_table
 from tests.conftest import ROOT
-from tests.paper_study import cells_of, write_results
+from tests.paper_study import cells_of, draw_everything, write_results
 
 SIZES = {"aime24": 2, "aime25": 2, "amc": 3, "math500": 6, "minerva": 3, "olympiadbench": 4}
 ASKED_TABLES = {  # what the paper has, and what a reproduction owes besides
@@ -26,22 +24,9 @@ def built(tmp_path_factory):
     whole = load_study("paper", ROOT)
     study = whole.model_copy(update={"evaluation": whole.evaluation.model_copy(update={"samples": 4})})
     folder = tmp_path_factory.mktemp("paper")
-    scores = write_results(folder, study, SIZES)
-    pictures, style = {}, load_style().model_copy(update={"png_dpi": 50})
-    for name, artefact in {**study.tables, **study.figures}.items():
-        asked = cells(study, artefact)
-        inputs = {
-            "spec": drawn_spec(study, name),
-            "scores": [scores[cell] for cell in asked] if needs_scores(artefact) else [],
-            "markers": [folder / f"runs/{cell.run}/seed{cell.seed}/step{cell.step}.json" for cell in asked if cell.step > 0],
-            "out_stem": folder / "made" / name,
-            "counts": folder / "counts",
-        }
-        if name in study.tables:
-            make_table(**inputs)
-        else:
-            references = sorted(folder.glob("reference/*/*.json"))
-            pictures[name] = make_figure(**inputs, references=references, style=style)
+    write_results(folder, study, SIZES)
+    style = load_style().model_copy(update={"png_dpi": 50})
+    pictures = draw_everything(folder, study, folder / "made", style)
     return study, folder, pictures
 
 
