@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from erpo.checkpoint import claim_work, code_commit, only_one, read_json, why_invalid, write_json
 from erpo.config import Machine, RunConfig, digest
-from erpo.engine import Engine, PolicyModule, agree, barrier, gather_objects, join_processes, together
+from erpo.engine import Engine, PolicyModule, agree, gather_objects, join_processes, together
 from erpo.generation import Sampling
 from erpo.health import NO_SIGNAL, UnhealthyRunError, Watch, lack_of_signal
 from erpo.learning import Learner
@@ -92,29 +92,25 @@ def train(
     policy_folder = work / "policies" / f"step{step}"
     with only_one(work) if rank == 0 else nullcontext(), StopSignal().listening() as stop_signal:
         together(lambda: claim_work(work, full_spec, supersede), only_rank=0)
-        if agree(why_invalid(policy_folder) is not None):
+        if agree(rank == 0 and why_invalid(policy_folder) is not None):
             queries = read_queries(queries_path)
+            given = {"run": run, "machine": machine, "seed": seed, "work": work, "stop_signal": stop_signal}
             Trainer(
-                run=run,
-                machine=machine,
+                **given,
                 title=f"train {name} seed {seed}",
-                seed=seed,
                 spec=full_spec,
                 model=model_marker,
                 queries=queries,
                 cache=load_cache(reference_marker, queries, model_hash=model["policy_hash"]),
                 probe=[query for path in probe_paths for query in fixed_subset(read_queries(path), _PROBE_QUERIES, seed=0)],
-                work=work,
-                stop_signal=stop_signal,
             ).run_to(step)
-    if rank == 0:
-        facts = {"run": name, "seed": seed, "step": step, "spec": full_spec, "spec_hash": digest(full_spec)}
-        trust = {"trust_remote_code": model.get("trust_remote_code", False)}
-        write_json(marker, {**facts, **trust, **_result(work, policy_folder, marker)})
-    barrier()
+    facts = {"run": name, "seed": seed, "step": step, "spec": full_spec, "spec_hash": digest(full_spec)}
+    facts["trust_remote_code"] = model.get("trust_remote_code", False)
+    together(lambda: write_json(marker, {**facts, **_places(work, policy_folder, marker)}), only_rank=0)
 
 
-def _result(work: Path, policy_folder: Path, marker: Path) -> dict[str, Any]:
+def _places(work: Path, policy_folder: Path, marker: Path) -> dict[str, Any]:
+    """What made the policy, and where it and the logs are, relative to the marker's folder."""
     info = read_json(policy_folder / "manifest.json")["info"]
     places = {"policy": policy_folder, "metrics": work / "metrics.jsonl", "samples": work / "samples.jsonl"}
     return {**info, **{key: os.path.relpath(path, marker.parent) for key, path in places.items()}}
@@ -184,9 +180,10 @@ class Trainer:
         begun, start = time.monotonic(), self._resume(target)
         progress = Progress(self.title, start, target, self.work / "progress.json" if self.rank == 0 else None)
         self.watch = Watch(self.machine, gather_objects(self.log.past(start) if self.rank == 0 else None)[0])
-        trackers = Trackers(self.machine.trackers if self.rank == 0 else (), self.title, self.work, self.spec, start)
         if start < target and agree(self.stop_signal.received is not None):
             raise Resubmit
+        names = self.machine.trackers if self.rank == 0 else ()
+        trackers = together(lambda: Trackers(names, self.title, self.work, self.spec, start))
         with self.grader, closing(trackers):
             for step in range(start + 1, target + 1):
                 step_begun = time.monotonic()
@@ -202,10 +199,10 @@ class Trainer:
                 stopping = agree(self.stop_signal.received is not None or self.walltime.is_short(time.time())) and step < target
                 if step % self.machine.save_every == 0 or step == target or stopping:
                     self._save(step)
-                if self.rank == 0:
-                    shown = {"reward": "reward/mean", "accuracy": "reward/accuracy", "Query-KL": "kl/query"}
-                    facts = {name: row[key] for name, key in shown.items() if key in row}
-                    progress.update(step, facts, self.states.last_save, self.warning)
+                shown = {"reward": "reward/mean", "accuracy": "reward/accuracy", "Query-KL": "kl/query"}
+                facts = {name: row[key] for name, key in shown.items() if key in row}
+                saved = self.states.last_save
+                together(lambda s=step, f=facts, n=saved: progress.update(s, f, n, self.warning), only_rank=0)
                 if stopping:
                     logger.warning("stopping after step %d (%s); saved", step, self.stop_signal.received or "time limit")
                     raise Resubmit

