@@ -1,11 +1,11 @@
 """A Slurm cluster for the session, and clones of the project whose small studies run through it."""
 
+import contextlib
 import os
 import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -206,8 +206,6 @@ def _end_orphans(folder: Path) -> None:
     """End job steps of this clone that outlived their job, by their process ids."""
     lines = subprocess.run(["ps", "-eo", "pid=,args="], capture_output=True, text=True, check=True).stdout.splitlines()
     for line in lines:
-        if f"--snakefile {folder}/" in line and "slurm-jobstep" in line:
-            try:
+        if f"--snakefile {folder}/" in line and "--target-jobs" in line:  # whatever its executor: a job, not the head
+            with contextlib.suppress(ProcessLookupError):
                 os.kill(int(line.split()[0]), signal.SIGKILL)
-            except ProcessLookupError:
-                time.sleep(0)
