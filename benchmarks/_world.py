@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from collections.abc import Callable
@@ -48,7 +49,7 @@ def make_world(root: Path, *, width: int = 128, layers: int = 3, num_queries: in
         width: hidden size; feed-forward layers have twice as much, heads 32.
         layers: of the model.
         num_queries: training queries.
-        ends: probability of the end token at each step; 0: as likely as any other.
+        ends: mean probability of the end token at a step, above 1 / vocabulary; 0: as likely as any other.
     """
     tokenizer = templates.build_tokenizer(problems.vocabulary())
     torch.manual_seed(0)
@@ -67,7 +68,13 @@ def make_world(root: Path, *, width: int = 128, layers: int = 3, num_queries: in
     )
     folder = root / "models" / "tiny"
     folder.mkdir(parents=True)
-    Qwen2ForCausalLM(config).save_pretrained(folder)
+    model = Qwen2ForCausalLM(config)
+    if ends:
+        # Logits of one token's row vary over states; its mean probability is exp(variance / 2) times a uniform one's.
+        spread = math.sqrt(2 * math.log(ends * len(tokenizer)))
+        with torch.no_grad():
+            model.model.embed_tokens.weight[tokenizer.eos_token_id] *= spread / (config.initializer_range * math.sqrt(width))
+    model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     entry = SyntheticData(kind="synthetic", families=("chain", "linear"), levels=(1, 2, 3), size=num_queries)
     marker, path = root / "models" / "tiny.json", root / "queries.parquet"

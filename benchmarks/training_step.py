@@ -99,7 +99,7 @@ def trl_trainer(world: _world.World, cap: int, steps: int, beta: float, between:
     )
 
 
-def case(world: _world.World, title: str, cap: int, pairs: int) -> dict[str, object]:
+def case(world: _world.World, title: str, ends: float, cap: int, pairs: int) -> dict[str, object]:
     step = _world.stepper(world, settings(cap, **CASES[title]))
     clock = time.perf_counter if torch.cuda.is_available() else time.process_time
     between = _Between(step, clock)
@@ -108,6 +108,7 @@ def case(world: _world.World, title: str, cap: int, pairs: int) -> dict[str, obj
     found = {side: values[1:] for side, values in between.seconds.items()}  # the first step warms up
     return {
         "case": title,
+        "responses end": f"{ends:.0%} a token" if ends else "rarely",
         "cap": cap,
         "TRL, s": statistics.median(found["TRL"]),
         "ours, s": statistics.median(found["ours"]),
@@ -118,12 +119,15 @@ def case(world: _world.World, title: str, cap: int, pairs: int) -> dict[str, obj
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=5)
-    parser.add_argument("--caps", type=int, nargs="*", default=[64, 128])
+    parser.add_argument("--caps", type=int, nargs="*", default=[64, 256])
+    parser.add_argument("--ends", type=float, nargs="*", default=[0.0, 0.04], help="mean probability of the end token at a step")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as folder:
-        world = _world.make_world(Path(folder))
-        rows = [case(world, title, cap, args.pairs) for title in CASES for cap in args.caps]
+    rows = []
+    for ends in args.ends:
+        with tempfile.TemporaryDirectory() as folder:
+            world = _world.make_world(Path(folder), ends=ends)
+            rows += [case(world, title, ends, cap, args.pairs) for title in CASES for cap in args.caps]
     report("training_step", rows, queries=QUERIES, siblings=SIBLINGS)
 
 
