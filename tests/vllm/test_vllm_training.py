@@ -20,8 +20,8 @@ def test_the_gap_stays_at_its_first_level_over_five_large_updates(place, stage):
     assert len(found) == 5
     for row in place.rows(name).values():
         assert row["update/applied"] == 1
-    assert min(found) > 0  # log-probs that are all 0 would agree whatever the weights
-    assert max(found) < 10 * found[0] < 1e-5  # float noise grows with the logits; old weights are 1e4 times as far off
+    assert min(found[:4]) > 0  # log-probs of a policy that draws; after the fifth large update it always says the same
+    assert max(found) < 2 * found[0] < 1e-5
 
 
 def test_an_engine_that_keeps_old_weights_is_caught_at_the_second_step(place, monkeypatch):
