@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import time
+from importlib.metadata import version
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -189,7 +190,7 @@ def test_parameters_in_effect_are_written_down_and_generation_config_is_not_aske
     for facts in found:
         assert {key: value for key, value in facts["sampling"].items() if key != "temperature"} == asked
         assert facts["policy_hash"] == plain["policy_hash"]
-        assert facts["engine"] == {"name": "sampler", "torch": torch.__version__}
+        assert facts["engine"] == {"name": "sampler", "torch": version("torch")}
 
 
 def test_a_checkpoint_that_is_not_what_its_marker_says_is_refused(study):
