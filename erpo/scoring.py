@@ -125,7 +125,8 @@ class Scorer:
 
     def _splits(self, positions: int) -> bool:
         """Whether the logits of so many positions are too many to be made as a whole, and the model allows it."""
-        if positions * self.policy.config.get_text_config().vocab_size < SPLIT_ELEMENTS:  # pyright: ignore
+        config: Any = getattr(self.policy, "config", None)  # a module of another kind than Hugging Face's may have none
+        if config is None or positions * config.get_text_config().vocab_size < SPLIT_ELEMENTS:
             return False
         if self._is_plain is None:
             self._is_plain = has_plain_head(self.policy)
