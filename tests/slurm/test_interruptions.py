@@ -152,7 +152,7 @@ def test_two_nodes_train_to_the_numbers_of_two_processes_on_one(prepared, tmp_pa
     """srun starts one task on each node; they find each other through Slurm's variables."""
     one = Clone(tmp_path / "one" / "erpo", prepared.cluster)
     shutil.copytree(prepared.folder, one.folder, symlinks=True)
-    both = "torchrun --standalone --nproc-per-node=2 -m --"
+    both = "env -u OMP_NUM_THREADS -u MKL_NUM_THREADS torchrun --standalone --nproc-per-node=2 -m --"
     resolvable = {"MASTER_ADDR": "127.0.0.1"}  # the names of these nodes are known to Slurm alone
     assert prepared.run(*TARGET, "nodes={small: 2}", **resolvable) == 0, prepared.said()[-3000:]
     assert one.run(*TARGET, "--set-resources", f"train:launcher={both}", "--set-threads", "train=2") == 0, one.said()[-3000:]

@@ -260,7 +260,8 @@ def figure_spec(wildcards):
 _HOUR = 60
 
 # One process per visible GPU. The dashes end torchrun's own options: it would take the program's --log for one of them.
-TORCHRUN = "torchrun --standalone --nproc-per-node=gpu -m --"
+# Snakemake sets the job's cores as the threads of each process; torchrun, left alone, gives each of its processes one.
+TORCHRUN = "env -u OMP_NUM_THREADS -u MKL_NUM_THREADS torchrun --standalone --nproc-per-node=gpu -m --"
 
 MACHINES = {
     "small": {  # synthetic models: minutes on a CPU
