@@ -155,6 +155,14 @@ def test_several_faults_are_all_named(tmp_path):
     assert re.search(r"runs\.a\.zebra: .*; .*runs\.b\.steps: ", sentence)
 
 
+def test_a_fault_in_the_defaults_is_told_once_and_of_them(tmp_path):
+    assert refusal_of(tmp_path, defaults="{stepz: 3}") == "defaults.stepz: unknown key 'stepz'; did you mean 'steps'?"
+    assert refusal_of(tmp_path, defaults="{learning_rate: 1e-6}").startswith("defaults.learning_rate: '1e-6' is text in YAML")
+    own = refusal_of(tmp_path, defaults="{steps: many}", runs="{trial: {steps: -7}}")
+    assert own.startswith("defaults.steps: ")
+    assert "trial.yaml: runs.trial.steps: " in own
+
+
 def test_an_unknown_study_names_those_there_are(tmp_path):
     (tmp_path / "config").mkdir()
     for name in SHIPPED:

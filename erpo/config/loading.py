@@ -56,7 +56,8 @@ def load_study(name: str, root: Path = Path(".")) -> Study:
         raw["runs"] = resolve_runs(raw.get("runs") or {}, defaults)
         return Study(name=path.stem, **raw)
     except ValidationError as error:
-        raise ValueError("; ".join(f"{path}: {sentence}" for sentence in _sentences(error))) from error
+        sentences = dict.fromkeys(_at_defaults(sentence, raw["runs"], defaults) for sentence in _sentences(error))
+        raise ValueError("; ".join(f"{path}: {sentence}" for sentence in sentences)) from error
     except (ValueError, TypeError) as error:
         raise ValueError(f"{path}: {error}") from error
 
@@ -81,6 +82,16 @@ def resolve_runs(runs: dict[str, Any], defaults: dict[str, Any]) -> dict[str, di
         return {**inherited, **{key: value for key, value in own.items() if key != "like"}}
 
     return {name: settings(name, ()) for name in runs}
+
+
+def _at_defaults(sentence: str, runs: dict[str, dict[str, Any]], defaults: dict[str, Any]) -> str:
+    """A fault that a run has from `defaults`, told of `defaults`: once, and where it has to be mended."""
+    for run, settings in runs.items():
+        for key in defaults:
+            for start in (f"runs.{run}.{key}: ", f"runs.{run}: {key}: "):
+                if sentence.startswith(start) and settings.get(key) is defaults[key]:
+                    return f"defaults.{key}: {sentence.removeprefix(start)}"
+    return sentence
 
 
 def _sentences(error: ValidationError) -> list[str]:

@@ -48,7 +48,7 @@ class Project:
             env={**os.environ, "ERPO_DATA": "", "PYTHONDONTWRITEBYTECODE": "1", **environment},
             capture_output=True,
             text=True,
-            timeout=300,
+            timeout=900,
             check=False,
         )
 
