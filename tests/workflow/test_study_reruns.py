@@ -59,10 +59,8 @@ def summary(jobs: list) -> dict[str, set[str]]:
     """Runs that are trained, runs that are sampled, tables that are drawn."""
     found: dict[str, set[str]] = {"train": set(), "generate": set()}
     for job in jobs:
-        if job.rule in found:
-            found[job.rule].add(job.wildcards["run"])
-        elif job.rule in EXPENSIVE:
-            found[job.rule] = {job.wildcards["model"]}
+        if job.rule in EXPENSIVE:
+            found.setdefault(job.rule, set()).add(job.wildcards.get("run") or job.wildcards["model"])
     return found
 
 
@@ -158,7 +156,7 @@ PAPER_EDITS = {
     "three seeds": ("no-kl: {kl_on: none}", "no-kl: {kl_on: none, seeds: [0, 1, 2]}", {"no-kl"}, {"no-kl"}),
     "samples": ("  samples: 32", "  samples: 64", set(), PAPER),
     "temperatures": ("1.4, 1.5]", "1.4, 1.5, 1.6, 1.7]", set(), PAPER),
-    "a revision": ("1818d35814b8319459f4bd55ed1ac8709630f003", "0" * 40, LARGE - {"base-32b"}, LARGE),
+    "a revision": ("1818d35814b8319459f4bd55ed1ac8709630f003", "f" * 40, LARGE - {"base-32b"}, LARGE),
     "a benchmark": ("  minerva:\n    kind: file", "  minerva:\n    kind: file\n    levels: [1]", None, PAPER),
     "a longer long run": ("800, 1000]", "800, 1000, 1200]", {"grpo", "erpo"}, {"grpo", "erpo"}),
     "the prompt": ("save_every: 10", 'save_every: 10\nprompt_suffix: " Think."', PAPER - {"base", "base-32b"}, PAPER),
