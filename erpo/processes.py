@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 
 T = TypeVar("T")
 
-_PORTS = (20000, 20000)
-"""First port and number of ports from which a Slurm job takes one by its number: two jobs on one node get two."""
+_PORTS = (20000, 12000)
+"""First port and number of ports from which a Slurm job takes one by its number: two jobs on one node get two.
+
+All lie below 32768, where Linux begins to give ports to outgoing connections: none of those can hold the job's."""
 
 
 def join_processes(timeout_minutes: int = 30) -> tuple[int, int]:
@@ -23,11 +25,14 @@ def join_processes(timeout_minutes: int = 30) -> tuple[int, int]:
     if dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     os.environ.update(_process_variables())
+    alone = os.environ["WORLD_SIZE"] == "1"
     backend = "gloo"
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         backend = "nccl"
-    dist.init_process_group(backend, timeout=timedelta(minutes=timeout_minutes))
+    # One process has nobody to meet: without a port, none can be taken by another program between choice and use.
+    meeting = {"store": HashStore(), "rank": 0, "world_size": 1} if alone else {}
+    dist.init_process_group(backend, timeout=timedelta(minutes=timeout_minutes), **meeting)
     return dist.get_rank(), dist.get_world_size()
 
 
@@ -38,11 +43,9 @@ def _process_variables() -> dict[str, str]:
         return {"LOCAL_SIZE": env.get("LOCAL_WORLD_SIZE", env["WORLD_SIZE"]), "LOCAL_RANK": env.get("LOCAL_RANK", "0")}
     if "SLURM_STEP_ID" in env and int(env.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
         return slurm_variables(env)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    # DeepSpeed looks for MPI where an address is missing; nothing connects to this one.
     alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_SIZE": "1"}
-    return {**alone, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    return {**alone, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
 
 
 def slurm_variables(env: Mapping[str, str]) -> dict[str, str]:

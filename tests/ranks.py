@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import random
 import socket
 import sys
 from collections.abc import Sequence
@@ -25,10 +26,12 @@ def environment(**more: str) -> dict[str, str]:
 
 
 def free_port() -> str:
-    """A port that nothing listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
+    """A port that nothing listens on now, below those that Linux gives to outgoing connections: it stays free until it is used."""
+    for port in random.SystemRandom().sample(range(20000, 32000), 50):
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) != 0:
+                return str(port)
+    raise OSError("50 ports tried, all in use")
 
 
 def group(ranks: int) -> list[dict[str, str]]:

@@ -2,13 +2,14 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+
+from tests.ranks import group
 
 SCRIPT = Path(__file__).with_name("engine_script.py")
 STAGES = (0, 1, 2, 3)
@@ -18,18 +19,14 @@ def run_engine(folder: Path, ranks: int, scenarios: dict) -> dict:
     """Run scenarios one after the other on `ranks` processes and return what rank 0 reports."""
     given, out = folder / f"scenarios-{ranks}.json", folder / f"found-{ranks}.json"
     given.write_text(json.dumps(scenarios))
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    common = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     processes = [
         subprocess.Popen(
             [sys.executable, str(SCRIPT), str(given), str(out)],
-            env={**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank), "PYTHONPATH": str(SCRIPT.parents[1])},
+            env={**os.environ, **variables, "PYTHONPATH": str(SCRIPT.parents[1])},
             stderr=subprocess.PIPE,
             text=True,
         )
-        for rank in range(ranks)
+        for variables in group(ranks)
     ]
     for process in processes:
         _, errors = process.communicate(timeout=400)
