@@ -275,7 +275,7 @@ def test_srun_tells_ranks_nodes_and_the_address_of_rank_0():
         "LOCAL_RANK": "1",
         "LOCAL_SIZE": "2",
         "MASTER_ADDR": "gpu07",
-        "MASTER_PORT": "24123",
+        "MASTER_PORT": "28123",
     }
     assert slurm_variables({**env, "SLURM_NODEID": "1"})["LOCAL_SIZE"] == "4"
     assert slurm_variables({**env, "MASTER_ADDR": "head", "MASTER_PORT": "7"})["MASTER_ADDR"] == "head"
