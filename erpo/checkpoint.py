@@ -39,7 +39,7 @@ def write_atomic(path: Path, data: bytes) -> None:
     Raises:
         ValueError: the disk is full (with what to do).
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(path.parent)
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
     try:
         with temporary.open("wb") as handle:
@@ -68,8 +68,38 @@ def read_json(path: Path) -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise ValueError(f"{path} does not exist; run the step that makes it first") from error
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from error
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is damaged ({error}); delete it and run the step that makes it again") from error
+
+
+def read_marker(path: Path, *keys: str) -> dict[str, Any]:
+    """Read a marker and insist on what the caller needs of it.
+
+    Raises:
+        ValueError: missing, damaged, or without one of `keys`.
+    """
+    facts = read_json(path)
+    missing = [key for key in keys if not isinstance(facts, dict) or key not in facts]
+    if missing:
+        raise ValueError(f"{path} is no marker of the kind needed here: it says nothing of {', '.join(missing)}")
+    return facts
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder and those above it.
+
+    Raises:
+        ValueError: a file is in the way, or it may not be written there.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        full = disk_error(error, folder)
+        if full is not error:
+            raise full from error
+        raise ValueError(f"the folder {folder} cannot be made: {error.strerror} ({error.filename})") from error
 
 
 def disk_error(error: OSError, path: Path) -> Exception:
@@ -268,8 +298,12 @@ def claim_work(work: Path, spec: dict[str, Any], supersede: bool = False) -> Non
 
 @contextmanager
 def only_one(work: Path) -> Iterator[None]:
-    """Hold a work directory. A trainer that outlived its killed workflow may still be in it: wait for it to finish."""
-    work.parent.mkdir(parents=True, exist_ok=True)
+    """Hold a work directory. A trainer that outlived its killed workflow may still be in it: wait for it to finish.
+
+    Raises:
+        ValueError: it cannot be made.
+    """
+    make_folder(work)
     with work.with_name(f".{work.name}.lock").open("w") as handle:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -55,9 +55,17 @@ class StopSignal:
 
 
 def end_of_job(limit_minutes: float | None = None) -> float | None:
-    """When this job must be gone, in epoch seconds: ERPO_END_TIME or Slurm's end time, and so many minutes after our start."""
-    given = os.environ.get("ERPO_END_TIME") or os.environ.get("SLURM_JOB_END_TIME")
-    ends = [float(given)] if given else []
+    """When this job must be gone, in epoch seconds: ERPO_END_TIME or Slurm's end time, and so many minutes after our start.
+
+    Raises:
+        ValueError: a variable that is no number.
+    """
+    name = "ERPO_END_TIME" if os.environ.get("ERPO_END_TIME") else "SLURM_JOB_END_TIME"
+    given = os.environ.get(name)
+    try:
+        ends = [float(given)] if given else []
+    except ValueError as error:
+        raise ValueError(f"{name} is {given!r}, but it must be seconds since 1970; unset it, or set ERPO_END_TIME") from error
     if limit_minutes is not None:
         ends.append(psutil.Process().create_time() + 60 * limit_minutes)
     return min(ends, default=None)

@@ -61,7 +61,10 @@ class WeightsAndBiases:
         self.errors: tuple[type[Exception], ...] = (wandb.Error, OSError)
         identity = digest({"spec": spec, "work": str(work.resolve())})
         project = os.environ.get("WANDB_PROJECT", "erpo")
-        self.run = wandb.init(project=project, name=title, id=identity, resume="allow", dir=str(work), config=dict(spec))
+        try:
+            self.run = wandb.init(project=project, name=title, id=identity, resume="allow", dir=str(work), config=dict(spec))
+        except wandb.Error as error:  # no key, no network: an error that only rank 0 would see
+            raise ValueError(f"trackers: wandb cannot be opened ({error}); `wandb login`, or WANDB_MODE=offline") from error
 
     def log(self, step: int, row: Mapping[str, float]) -> None:
         """W&B ignores a step that it has: after a kill its first attempt stays, with the same numbers."""
@@ -86,7 +89,7 @@ class Trackers:
         start: step after which training goes on.
 
     Raises:
-        ValueError: an unknown name, or a package that is not installed.
+        ValueError: an unknown name, a package that is not installed, or a tracker that cannot be opened.
     """
 
     def __init__(self, names: Sequence[str], title: str, work: Path, spec: Mapping[str, Any], start: int) -> None:

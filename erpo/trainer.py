@@ -8,17 +8,18 @@ import os
 import platform
 import resource
 import time
-from collections.abc import Sequence
-from contextlib import closing, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from erpo.checkpoint import claim_work, code_commit, only_one, read_json, why_invalid, write_json
+from erpo.checkpoint import claim_work, code_commit, make_folder, only_one, read_json, read_marker, why_invalid, write_json
 from erpo.config import Machine, RunConfig, digest
 from erpo.engine import Engine, PolicyModule, agree, gather_objects, join_processes, together
 from erpo.generation import Sampling
@@ -86,11 +87,15 @@ def train(
         UnhealthyRunError: non-finite gradients, a stale generator, a failing grader.
         Resubmit: stopped early and saved; the same command continues.
     """
+    if step < 0:
+        raise ValueError(f"step is {step}, but a run begins at step 0")
     rank, _ = join_processes()
-    model = read_json(model_marker)
+    model = read_marker(model_marker, "policy", "policy_hash")
     full_spec = {**spec, "seed": seed, "model_hash": model["policy_hash"]}
     policy_folder = work / "policies" / f"step{step}"
-    with only_one(work) if rank == 0 else nullcontext(), StopSignal().listening() as stop_signal:
+    together(lambda: make_folder(marker.parent), only_rank=0)  # it is written last: days later
+    with ExitStack() as held, StopSignal().listening() as stop_signal:
+        together(lambda: held.enter_context(only_one(work)), only_rank=0)
         together(lambda: claim_work(work, full_spec, supersede), only_rank=0)
         if agree(rank == 0 and why_invalid(policy_folder) is not None):
             queries = read_queries(queries_path)
@@ -142,7 +147,8 @@ class Trainer:
         marker = read_json(model)
         folder, trust = model.parent / marker["policy"], marker.get("trust_remote_code", False)
         check_generator_here(machine)
-        self.tokenizer = load_tokenizer(folder, trust)
+        with _refusing_damaged(folder):
+            self.tokenizer = load_tokenizer(folder, trust)
         policy = _load_policy(folder, run, trust)
         module = PolicyModule(
             policy, run.advantage == "gae", derive_seed(seed, "value head"), entropy_gradient=run.entropy_coef > 0
@@ -337,12 +343,23 @@ class Trainer:
 def _load_policy(folder: Path, run: RunConfig, trust_remote_code: bool) -> nn.Module:
     """The policy in the run's dtype, without dropout (sampling and training must see one distribution)."""
     dtype = getattr(torch, run.dtype)
-    policy = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, trust_remote_code=trust_remote_code)
+    with _refusing_damaged(folder):
+        policy = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, trust_remote_code=trust_remote_code)
     for module in policy.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
     policy.config.attention_dropout = 0.0
     return policy
+
+
+@contextmanager
+def _refusing_damaged(folder: Path) -> Iterator[None]:
+    """What transformers and safetensors say of a folder they cannot read, as one sentence."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        said = " ".join(str(error).split())[:300]
+        raise ValueError(f"the model in {folder} cannot be loaded: {said}; make or fetch it again") from error
 
 
 def _be_deterministic() -> None:

@@ -5,6 +5,7 @@ import json
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from erpo.checkpoint import saved_steps
 from erpo.config import Machine
 from erpo.engine import Engine
 from erpo.options import machine_of
+from erpo.progress import end_of_job
 from erpo.trainer import UnhealthyRunError, train
 from tests import ranks
 from tests.tiny import Place, assert_equal_policies, make_place
@@ -267,3 +269,44 @@ def test_missing_input_is_one_sentence_before_any_work(place):
     assert found.returncode == 2
     assert "no queries at" in found.stderr.strip().splitlines()[-1]
     assert "Traceback" not in found.stderr
+
+
+def truncate_weights(place: Place) -> dict:
+    folder = place.root / "models/torn"
+    shutil.copytree(place.root / "models/tiny", folder)
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-500])
+    marker = place.root / "models/torn.json"
+    marker.write_text(json.dumps({**json.loads(place.model.read_text()), "policy": "torn"}))
+    return {"model_marker": marker}
+
+
+def a_file(place: Place) -> Path:
+    path = place.root / "in-the-way"
+    path.write_text("{}")
+    return path
+
+
+BAD_INPUTS = {
+    "a folder for a marker": (lambda place: {"model_marker": place.root}, "cannot be read: Is a directory"),
+    "another kind of marker": (lambda place: {"model_marker": a_file(place)}, "it says nothing of policy, policy_hash"),
+    "truncated weights": (truncate_weights, r"the model in .*torn cannot be loaded: .*; make or fetch it again"),
+    "work is a file": (lambda place: {"work": a_file(place)}, "in-the-way cannot be made: File exists"),
+    "no folder for the marker": (lambda place: {"marker": a_file(place) / "step1.json"}, "in-the-way cannot be made"),
+    "a negative step": (lambda place: {"step": -3}, "step is -3"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_INPUTS)
+def test_bad_input_is_refused_in_one_sentence_before_any_step(place, name):
+    change, message = BAD_INPUTS[name]
+    with pytest.raises(ValueError, match=message):
+        train(**{**place.arguments(f"bad {name}", 1, METHODS["erpo"]), **change(place)})
+    assert not (place.root / "runs" / f"bad {name}" / "work/metrics.jsonl").exists()
+
+
+def test_an_end_time_that_is_no_number_is_named(monkeypatch):
+    monkeypatch.delenv("ERPO_END_TIME", raising=False)
+    monkeypatch.setenv("SLURM_JOB_END_TIME", "tomorrow")
+    with pytest.raises(ValueError, match="SLURM_JOB_END_TIME is 'tomorrow', but it must be seconds since 1970"):
+        end_of_job()
