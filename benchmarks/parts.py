@@ -1,10 +1,10 @@
 """The price of each part of a training step: regulariser, reference model, query weights; time and peak memory.
 
-    python benchmarks/parts.py [--pairs 5]
+    python benchmarks/parts.py [--pairs 5] [--queries 32]
 
 Time: full steps (rollout, grading, one update) of every case in turn, on the same queries and seeds, in CPU seconds (wall seconds
 on a GPU). Memory: peak of a process (GPU: allocated) that does two steps of one case, with a larger model so that its parameters
-show. Diagnostics are off.
+show, and rows enough that an update and not the loading of the model is the peak, as in any real run. Diagnostics are off.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def weigh(case: str) -> None:
     """Peak memory of two steps of one case, as a line of JSON."""
     with tempfile.TemporaryDirectory() as folder:
         world = _world.make_world(Path(folder), num_queries=4, **WEIGHED)
-        step = _world.stepper(world, settings(case, 2, 8), stops=False)
+        step = _world.stepper(world, settings(case, 4, 32), stops=False)
         for number in (1, 2):
             step(number)
         size = sum(path.stat().st_size for path in world.folder.glob("*.safetensors"))
@@ -60,6 +60,7 @@ def weigh(case: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=5)
+    parser.add_argument("--queries", type=int, default=32)
     parser.add_argument("--cap", type=int, default=64)
     parser.add_argument("--weigh", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -70,7 +71,7 @@ def main() -> None:
     weighed = {case: in_child(__file__, "--weigh", case) for case in CASES}
     with tempfile.TemporaryDirectory() as folder:
         world = _world.make_world(Path(folder), **TIMED)
-        steps = {case: _world.stepper(world, settings(case, 8, args.cap), stops=False) for case in CASES}
+        steps = {case: _world.stepper(world, settings(case, args.queries, args.cap), stops=False) for case in CASES}
         found = paired({case: lambda pair, step=step: step(pair + 1) for case, step in steps.items()}, args.pairs)
     most = weighed["GRPO, reference model"]
     rows = [
