@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import os
 import sys
@@ -13,9 +12,11 @@ from typing import Any
 
 from erpo import __version__, operations
 from erpo.operations import say
-from erpo.options import add_machine_options, flag, machine_of
+from erpo.options import add_machine_options, flag, json_option, machine_of, settings_of
 
 _BAD_INPUT = 2
+_OF_ARTEFACT = ("name", "study", "artefact", "runs", "cells")
+"""What `--spec` says of every table and figure."""
 
 
 def _calm_cpu() -> None:
@@ -34,14 +35,12 @@ def _calm_cpu() -> None:
 
 def prepare_model(args: argparse.Namespace) -> None:
     """Make or fetch a starting checkpoint."""
-    from pydantic import TypeAdapter
-
     from erpo.config import ModelEntry, SyntheticData
     from erpo.models import prepare_model as run
 
-    spec = json.loads(args.spec)
-    texts = SyntheticData(**spec["texts"]) if "texts" in spec else None
-    entry = TypeAdapter(ModelEntry).validate_python(spec["entry"])
+    spec = _spec(args, "entry", "prompt_suffix")
+    texts = settings_of(SyntheticData, spec["texts"], "--spec texts") if "texts" in spec else None
+    entry = settings_of(ModelEntry, spec["entry"], "--spec entry")
     run(entry, texts=texts, prompt_suffix=spec["prompt_suffix"], out=args.out, marker=args.marker, spec=spec)
 
 
@@ -49,7 +48,7 @@ def prepare_queries(args: argparse.Namespace) -> None:
     """Training problems -> queries with a manifest of every drop."""
     from erpo.data.queries import prepare_queries as run
 
-    spec, benchmarks = json.loads(args.spec), {path.stem: path for path in args.benchmarks}
+    spec, benchmarks = _spec(args, "entry", "prompt_suffix", "max_query_tokens"), {path.stem: path for path in args.benchmarks}
     run(
         _data_entry(spec),
         tokenizer_dir=_policy_folder(args.model),
@@ -67,7 +66,7 @@ def prepare_benchmark(args: argparse.Namespace) -> None:
     """Benchmark problems -> queries; flags oddities, drops nothing."""
     from erpo.data.queries import prepare_benchmark as run
 
-    spec = json.loads(args.spec)
+    spec = _spec(args, "entry", "prompt_suffix")
     run(
         _data_entry(spec),
         tokenizer_dir=_policy_folder(args.model),
@@ -90,8 +89,8 @@ def cache_reference(args: argparse.Namespace) -> None:
     """Score every training query once with the reference policy."""
     from erpo.reference import build_cache
 
+    spec = _spec(args)
     folder, trust = _policy_folder(args.model), _trusts(args.model)
-    spec = json.loads(args.spec)
     build_cache(folder, args.queries, out=args.out, marker=args.marker, spec=spec, trust_remote_code=trust)
 
 
@@ -101,11 +100,12 @@ def train(args: argparse.Namespace) -> None:
     from erpo.slurm import note_job_end
     from erpo.trainer import train as run
 
+    spec = _spec(args, "run")
+    settings = settings_of(RunConfig, spec["run"], "--spec run")
     note_job_end()
-    spec = json.loads(args.spec)
     run(
         spec=spec,
-        run=RunConfig(**spec["run"]),
+        run=settings,
         machine=machine_of(args),
         name=args.name,
         seed=args.seed,
@@ -124,7 +124,7 @@ def generate(args: argparse.Namespace) -> None:
     """Sample responses of a checkpoint into the store; only what is missing."""
     from erpo.evaluation import generate_samples
 
-    spec = json.loads(args.spec)
+    spec = _spec(args, "temperatures", "samples", "top_p", "max_response_tokens")
     generate_samples(
         policy_marker=args.policy,
         benchmarks={path.stem: path for path in args.benchmarks},
@@ -151,7 +151,7 @@ def score(args: argparse.Namespace) -> None:
         benchmarks={path.stem: path for path in args.benchmarks},
         store=args.store,
         out=args.out,
-        provenance=json.loads(args.spec),
+        provenance=_spec(args, "study", "run", "seed", "step", "temperatures", "samples"),
     )
 
 
@@ -159,7 +159,8 @@ def table(args: argparse.Namespace) -> None:
     """Scores -> one table in every format."""
     from erpo.paper.tables import make_table
 
-    make_table(spec=json.loads(args.spec), scores=args.scores, markers=args.markers, out_stem=args.out_stem, counts=args.counts)
+    spec = _spec(args, *_OF_ARTEFACT, "temperatures", "benchmarks", "samples")
+    make_table(spec=spec, scores=args.scores, markers=args.markers, out_stem=args.out_stem, counts=args.counts)
 
 
 def figure(args: argparse.Namespace) -> None:
@@ -168,12 +169,12 @@ def figure(args: argparse.Namespace) -> None:
     from erpo.paper.figures import make_figure
 
     make_figure(
-        spec=json.loads(args.spec),
+        spec=_spec(args, *_OF_ARTEFACT),
         scores=args.scores,
         markers=args.markers,
         references=args.references,
         out_stem=args.out_stem,
-        style=FigureStyle(**json.loads(args.style)) if args.style else load_style(),
+        style=settings_of(FigureStyle, json_option(args.style, "--style"), "--style") if args.style else load_style(),
         counts=args.counts,
     )
 
@@ -183,7 +184,7 @@ def report(args: argparse.Namespace) -> None:
     from erpo.paper.report import make_report
 
     make_report(
-        study_spec=json.loads(args.spec),
+        study_spec=_spec(args, "study", "title", "tables", "figures", "runs"),
         tables=args.tables,
         figures=args.figures,
         markers=args.markers,
@@ -256,25 +257,27 @@ def verdicts(args: argparse.Namespace) -> None:
 # --- shared readings of arguments --------------------------------------------------------------------------------------
 
 
-def _policy_folder(marker: Path) -> Path:
-    from erpo.checkpoint import read_json
+def _spec(args: argparse.Namespace, *keys: str) -> dict[str, Any]:
+    return json_option(args.spec, "--spec", *keys)
 
-    return marker.parent / read_json(marker)["policy"]
+
+def _policy_folder(marker: Path) -> Path:
+    from erpo.checkpoint import read_marker
+
+    return marker.parent / read_marker(marker, "policy")["policy"]
 
 
 def _trusts(marker: Path) -> bool:
     """Whether the model's entry allows the code that comes with the checkpoint to run."""
-    from erpo.checkpoint import read_json
+    from erpo.checkpoint import read_marker
 
-    return bool(read_json(marker).get("trust_remote_code", False))
+    return bool(read_marker(marker, "policy").get("trust_remote_code", False))
 
 
 def _data_entry(spec: dict[str, Any]) -> Any:
-    from pydantic import TypeAdapter
-
     from erpo.config import DataEntry
 
-    return TypeAdapter(DataEntry).validate_python(spec["entry"])
+    return settings_of(DataEntry, spec["entry"], "--spec entry")
 
 
 def _data_dir(args: argparse.Namespace) -> Path:
@@ -353,13 +356,21 @@ def _extra_options(action: Callable[[argparse.Namespace], None], sub: argparse.A
 
 
 def _start_log(path: Path | None) -> None:
+    """Warnings to standard error; everything to the file.
+
+    Raises:
+        ValueError: the file cannot be written.
+    """
     form = "%(asctime)s %(levelname)s %(name)s: %(message)s"
     handlers: list[logging.Handler] = [logging.StreamHandler()]
     handlers[0].setLevel(logging.WARNING)
     handlers[0].addFilter(lambda record: record.exc_info is None)  # Python prints the traceback itself
     if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handlers.append(logging.FileHandler(path, mode="a", encoding="utf-8"))
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            handlers.append(logging.FileHandler(path, mode="a", encoding="utf-8"))
+        except OSError as error:
+            raise ValueError(f"--log {path} cannot be written: {error.strerror} ({error.filename})") from error
     logging.basicConfig(level=logging.INFO, format=form, handlers=handlers)
 
 
@@ -367,8 +378,8 @@ def main(arguments: list[str] | None = None) -> int:
     """Run one verb. Exit codes: 0 done, 2 unusable input (one sentence), 75 stopped early and saved, 1 anything else."""
     _calm_cpu()
     args = _parser().parse_args(arguments)
-    _start_log(args.log)
     try:
+        _start_log(args.log)
         return args.action(args) or 0
     except ValueError as error:
         logging.getLogger("erpo").debug("refused", exc_info=True)

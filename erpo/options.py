@@ -1,23 +1,66 @@
-"""Options of the command line that stand for Machine settings: how a job runs here, never what its numbers are."""
+"""What the command line says: settings in JSON (`--spec`), and options that stand for Machine settings. Checked before any work."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 from collections.abc import Callable, Iterable
 from typing import Any
+
+_SHOWN = 60
+"""Characters of a wrong text that its sentence repeats."""
+
+
+def json_option(text: str, option: str, *keys: str) -> dict[str, Any]:
+    """A JSON object given as text.
+
+    Args:
+        text: what was given.
+        option: how the command line calls it.
+        keys: what it must have.
+
+    Raises:
+        ValueError: not JSON, not an object, or without one of `keys`.
+    """
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f'{option} must be JSON text such as {{"key": 1}}, found {text[:_SHOWN]!r} ({error})') from error
+    if not isinstance(found, dict):
+        raise ValueError(f'{option} must be a JSON object such as {{"key": 1}}, found {text[:_SHOWN]!r}')
+    missing = [key for key in keys if key not in found]
+    if missing:
+        raise ValueError(f"{option} lacks {', '.join(missing)}; it has {', '.join(found) or 'nothing'}")
+    return found
+
+
+def settings_of(kind: Any, value: Any, where: str) -> Any:
+    """`value` as settings of a kind (a model of erpo.config, or a union of several).
+
+    Raises:
+        ValueError: one line that names place, key, what is allowed and what was found.
+    """
+    from pydantic import TypeAdapter, ValidationError
+
+    from erpo.config import fault_sentences
+
+    try:
+        return TypeAdapter(kind).validate_python(value)
+    except ValidationError as error:
+        raise ValueError("; ".join(f"{where}: {sentence}" for sentence in fault_sentences(error))) from error
 
 
 def machine_of(args: argparse.Namespace) -> Any:
     """The Machine of the options given, of ERPO_MACHINE, and of defaults, in this order.
 
     Raises:
-        ValueError: a setting of ERPO_MACHINE that does not exist or cannot be.
+        ValueError: a setting that does not exist or cannot be.
     """
     from erpo.config import Machine
 
     given = {key: getattr(args, key) for key in Machine.model_fields if getattr(args, key) is not None}
-    return Machine(**{**_machine_of_environment(Machine.model_fields), **given})
+    return settings_of(Machine, {**_machine_of_environment(Machine.model_fields), **given}, "machine settings")
 
 
 def _machine_of_environment(known: Iterable[str]) -> dict[str, Any]:

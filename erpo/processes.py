@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, TypeVar, overload
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,11 @@ _PORTS = (20000, 12000)
 """First port and number of ports from which a Slurm job takes one by its number: two jobs on one node get two.
 
 All lie below 32768, where Linux begins to give ports to outgoing connections: none of those can hold the job's."""
+
+
+_OF_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
+_OF_SRUN = ("SLURM_JOB_ID", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_STEP_NUM_TASKS")
+"""Variables that are numbers where they are set."""
 
 
 def join_processes(timeout_minutes: int = 30) -> tuple[int, int]:
@@ -39,6 +44,7 @@ def join_processes(timeout_minutes: int = 30) -> tuple[int, int]:
 def _process_variables() -> dict[str, str]:
     """RANK and the rest as torchrun gives them, else from srun's variables, else those of a single process."""
     env = os.environ
+    _check_numbers(env)
     if "WORLD_SIZE" in env and "RANK" in env:
         return {"LOCAL_SIZE": env.get("LOCAL_WORLD_SIZE", env["WORLD_SIZE"]), "LOCAL_RANK": env.get("LOCAL_RANK", "0")}
     if "SLURM_STEP_ID" in env and int(env.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
@@ -66,10 +72,25 @@ def slurm_variables(env: Mapping[str, str]) -> dict[str, str]:
     }
 
 
+def _check_numbers(env: Mapping[str, str]) -> None:
+    """Refuse what a launcher cannot have set.
+
+    Raises:
+        ValueError: the sentence names the variable.
+    """
+    for name in (*_OF_TORCHRUN, *_OF_SRUN):
+        if not env.get(name, "0").isdecimal():
+            raise ValueError(f"{name} is {env[name]!r}, but it must be a whole number; torchrun or srun sets it, else unset it")
+    for name, of in (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS")):
+        if name in env and of in env and int(env[name]) >= int(env[of]):
+            raise ValueError(f"{name} is {env[name]}, but with {of} {env[of]} the last one is {int(env[of]) - 1}")
+
+
 def first_host(nodes: str) -> str:
     """The first name of a Slurm node list such as `gpu[03-05,9],big1`: gpu03."""
     found = re.match(r"([^\[,]+)(?:\[(\w+)[^\]]*\])?([^,\[]*)", nodes)
-    assert found is not None, f"not a node list: {nodes!r}"
+    if found is None:
+        raise ValueError(f"SLURM_STEP_NODELIST is {nodes!r}, which is no list of nodes; set MASTER_ADDR to the node of rank 0")
     return "".join(part or "" for part in found.groups())
 
 
@@ -78,7 +99,8 @@ def _tasks_on_node(env: Mapping[str, str]) -> int:
     counts: list[int] = []
     for part in env.get("SLURM_STEP_TASKS_PER_NODE", env["SLURM_STEP_NUM_TASKS"]).split(","):
         found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
-        assert found is not None, f"not a list of tasks per node: {part!r}"
+        if found is None:
+            raise ValueError(f"SLURM_STEP_TASKS_PER_NODE has {part!r}, but it must be a list such as 8(x3),4; srun sets it")
         counts += [int(found[1])] * int(found[2] or 1)
     return counts[int(env.get("SLURM_NODEID", "0"))]
 
@@ -95,6 +117,14 @@ def gather_objects(value: Any) -> list[Any]:
 def agree(flag: bool) -> bool:
     """Whether any rank says yes."""
     return any(gather_objects(bool(flag)))
+
+
+@overload
+def together(action: Callable[[], T]) -> T: ...
+
+
+@overload
+def together(action: Callable[[], T], only_rank: int) -> T | None: ...
 
 
 def together(action: Callable[[], T], only_rank: int | None = None) -> T | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from pathlib import Path
 
@@ -125,11 +125,19 @@ def read_queries(path: Path) -> list[Query]:
     """Read queries written by `write_queries`.
 
     Raises:
-        ValueError: the file is missing.
+        ValueError: the file is missing, or holds something else.
     """
+    import pyarrow as pa
     import pyarrow.parquet as pq
 
     if not path.is_file():
         raise ValueError(f"no queries at {path}; prepare them first (rule prepare_queries or prepare_benchmark)")
+    try:
+        held = pq.read_schema(path).names
+    except pa.ArrowInvalid as error:
+        raise ValueError(f"{path} is not parquet, or damaged; prepare the queries again") from error
+    expected = [each.name for each in fields(Query)]
+    if sorted(held) != sorted(expected):
+        raise ValueError(f"{path} holds no queries: its columns are {', '.join(held)}, those of queries {', '.join(expected)}")
     rows = pq.read_table(path).to_pylist()
     return [Query(**{**row, "prompt_ids": tuple(row["prompt_ids"]), "flags": tuple(row["flags"])}) for row in rows]

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
-from erpo.checkpoint import file_hash, policy_hash, read_json, write_atomic, write_json
+from erpo.checkpoint import file_hash, policy_hash, read_marker, write_atomic, write_json
 from erpo.config import RunConfig, digest
 from erpo.generation import evaluation_mode
 from erpo.objective import query_weights
@@ -235,7 +235,7 @@ def load_cache(
     Raises:
         ValueError: the cache is missing or damaged, or belongs to another model, tokenizer, template or data set.
     """
-    facts = read_json(marker)
+    facts = read_marker(marker, "cache", "cache_sha256")
     path = marker.parent / facts["cache"]
     if not path.is_file():
         raise ValueError(

@@ -15,7 +15,7 @@ from erpo.config import Machine, RunConfig
 from erpo.engine import Engine
 from erpo.generation import Generator, PolicySampler, Share
 from erpo.records import Rollout
-from erpo.vllm_engine import VllmGenerator, require_vllm
+from erpo.vllm_engine import VllmGenerator, check_length, require_vllm
 from erpo.vllm_process import VllmProcess
 
 _WHOLE_GPU = 0.9
@@ -79,6 +79,9 @@ class RolloutEngine:
         folder: Hugging Face folder of the starting policy.
         longest_prompt: in tokens.
         trust_remote_code: run code that comes with the checkpoint.
+
+    Raises:
+        ValueError: the longest prompt and response are longer than the model holds, or vLLM refuses the model.
     """
 
     def __init__(
@@ -90,6 +93,8 @@ class RolloutEngine:
         longest_prompt: int,
         trust_remote_code: bool = False,
     ) -> None:
+        longest = longest_prompt + run.max_response_tokens
+        check_length(folder, longest, trust_remote_code)  # the sampler would go beyond it in silence
         self.engine, self.machine = engine, machine
         rank, ranks, local_rank, ranks_of_node = _places()
         self.share = share_of_rank(machine, rank, ranks, local_rank, ranks_of_node)
@@ -98,7 +103,7 @@ class RolloutEngine:
         options: dict[str, Any] = {
             "tensor_parallel": machine.tensor_parallel,
             "dtype": run.dtype,
-            "max_length": longest_prompt + run.max_response_tokens,
+            "max_length": longest,
             "trust_remote_code": trust_remote_code,
         }
         if machine.generator != "vllm":

@@ -113,7 +113,6 @@ class States:
             if self.rank == 0:
                 shutil.rmtree(folder, ignore_errors=True)  # what it holds would keep the disk full
             raise
-        assert mine is not None
         self._verify(self.root / f"step{step}", mine[0])
         if self.rank == 0:
             prune_states(self.root, step, self.machine.keep_states, self._always())

@@ -98,20 +98,23 @@ def train(
         together(lambda: held.enter_context(only_one(work)), only_rank=0)
         together(lambda: claim_work(work, full_spec, supersede), only_rank=0)
         if agree(rank == 0 and why_invalid(policy_folder) is not None):
-            queries = read_queries(queries_path)
-            given = {"run": run, "machine": machine, "seed": seed, "work": work, "stop_signal": stop_signal}
-            Trainer(
-                **given,
-                title=f"train {name} seed {seed}",
-                spec=full_spec,
-                model=model_marker,
-                queries=queries,
-                cache=load_cache(reference_marker, queries, model_hash=model["policy_hash"]),
-                probe=[query for path in probe_paths for query in fixed_subset(read_queries(path), _PROBE_QUERIES, seed=0)],
-            ).run_to(step)
+            given = {"run": run, "machine": machine, "seed": seed, "work": work, "stop_signal": stop_signal, "spec": full_spec}
+            files = _read_files(model_marker, queries_path, reference_marker, probe_paths)
+            Trainer(**given, **files, title=f"train {name} seed {seed}").run_to(step)
     facts = {"run": name, "seed": seed, "step": step, "spec": full_spec, "spec_hash": digest(full_spec)}
     facts["trust_remote_code"] = model.get("trust_remote_code", False)
     together(lambda: write_json(marker, {**facts, **_places(work, policy_folder, marker)}), only_rank=0)
+
+
+def _read_files(model: Path, queries_path: Path, reference: Path, probe_paths: Sequence[Path]) -> dict[str, Any]:
+    """What a trainer reads: queries, their reference cache (of this model and no other), the problems of the evaluation."""
+    queries = read_queries(queries_path)
+    return {
+        "model": model,
+        "queries": queries,
+        "cache": load_cache(reference, queries, model_hash=read_marker(model, "policy", "policy_hash")["policy_hash"]),
+        "probe": [query for path in probe_paths for query in fixed_subset(read_queries(path), _PROBE_QUERIES, seed=0)],
+    }
 
 
 def _places(work: Path, policy_folder: Path, marker: Path) -> dict[str, Any]:

@@ -103,7 +103,7 @@ class VllmGenerator:
         trust_remote_code: bool = False,
     ) -> None:
         require_vllm()
-        _check_length(folder, max_length, trust_remote_code)
+        check_length(folder, max_length, trust_remote_code)
         self._is_tied = ties_weights(folder, trust_remote_code)
         self._is_in_process = is_rank or tensor_parallel == 1
         self.version = 0
@@ -228,7 +228,12 @@ def _config(folder: Path, trust_remote_code: bool) -> Any:
     return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code).get_text_config()
 
 
-def _check_length(folder: Path, max_length: int, trust_remote_code: bool) -> None:
+def check_length(folder: Path, max_length: int, trust_remote_code: bool = False) -> None:
+    """Refuse queries and responses beyond the positions that a model was made for.
+
+    Raises:
+        ValueError: `max_length` tokens are more than the model holds.
+    """
     limit = getattr(_config(folder, trust_remote_code), "max_position_embeddings", None)
     if limit is not None and max_length > limit:
         raise ValueError(

@@ -15,7 +15,7 @@ from erpo.config.cells import (
     shards,
     temperature_label,
 )
-from erpo.config.loading import load_study, resolve_runs, study_path
+from erpo.config.loading import fault_sentences, load_study, resolve_runs, study_path
 from erpo.config.run import Fraction, Frozen, Machine, PositiveInt, RunConfig, canonical_json, digest, non_default, run_settings
 from erpo.config.site import SITE_FILE, SIZES, Nodes, Site, default_study, load_site, parse_site
 from erpo.config.specs import (
@@ -86,6 +86,7 @@ __all__ = [
     "default_study",
     "digest",
     "drawn_spec",
+    "fault_sentences",
     "generation_spec",
     "load_site",
     "load_study",

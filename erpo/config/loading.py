@@ -56,7 +56,7 @@ def load_study(name: str, root: Path = Path(".")) -> Study:
         raw["runs"] = resolve_runs(raw.get("runs") or {}, defaults)
         return Study(name=path.stem, **raw)
     except ValidationError as error:
-        sentences = dict.fromkeys(_at_defaults(sentence, raw["runs"], defaults) for sentence in _sentences(error))
+        sentences = dict.fromkeys(_at_defaults(sentence, raw["runs"], defaults) for sentence in fault_sentences(error))
         raise ValueError("; ".join(f"{path}: {sentence}" for sentence in sentences)) from error
     except (ValueError, TypeError) as error:
         raise ValueError(f"{path}: {error}") from error
@@ -94,7 +94,8 @@ def _at_defaults(sentence: str, runs: dict[str, dict[str, Any]], defaults: dict[
     return sentence
 
 
-def _sentences(error: ValidationError) -> list[str]:
+def fault_sentences(error: ValidationError) -> list[str]:
+    """What pydantic found, a sentence each: the key, what is allowed, what is there."""
     sentences = []
     for fault in error.errors():
         where = ".".join(str(part) for part in fault["loc"] if part not in ("synthetic", "file", "pretrained"))
@@ -102,7 +103,7 @@ def _sentences(error: ValidationError) -> list[str]:
         if fault["type"] == "extra_forbidden":
             key = str(fault["loc"][-1])
             message = f"unknown key {key!r}{_did_you_mean(key)}"
-        elif not message.startswith(where):
+        elif not (where and message.startswith(where)):
             message = (
                 f"{message} (found {fault['input']!r})"
                 if fault["type"] != "value_error" and fault["type"] != "missing"
