@@ -123,7 +123,7 @@ def kill_and_restart(place: Place, name: str, steps: int, kills: int, seed: int)
             time.sleep(moment.uniform(0, 0.3))
         for process in moment.sample(processes, 2):
             process.kill()
-        ranks.finish(processes)
+        assert -signal.SIGKILL in ranks.finish(processes), f"attempt {number + 1} had ended before it could be killed"
         torn += any(states.glob(".saving-*"))
         reached = max((row["step"] for row in lines(place, name)), default=0)
         found = newest_state(states)
@@ -152,8 +152,9 @@ def test_kill_at_twenty_moments_then_the_same_command_gives_the_same_numbers(pla
 
 
 def test_a_signal_to_one_rank_saves_and_stops_all_and_a_second_one_does_no_harm(place):
-    """SIGUSR1 to rank 1 at a random step, SIGTERM to both while the state is being saved."""
-    command = place.command("signalled", 60, ERPO, save_every=100)
+    """SIGUSR1 to rank 1 at a random step, SIGTERM to both while the state is being saved; then the same command."""
+    ranks.run([place.command("undisturbed", 12, ERPO, save_every=100)], place.root / "undisturbed.log", ranks=2)
+    command = place.command("signalled", 12, ERPO, save_every=100)
     states = place.root / "runs/signalled/work/states"
     processes = ranks.start([command], place.root / "signalled.log", ranks.group(2))
     wanted = random.Random(3).randint(1, 5)
@@ -166,8 +167,11 @@ def test_a_signal_to_one_rank_saves_and_stops_all_and_a_second_one_does_no_harm(
     done = lines(place, "signalled")[-1]["step"]
     assert wanted <= done <= wanted + 2
     assert newest_state(states)[0] == done
-    ranks.run([place.command("signalled", done + 1, ERPO, save_every=100)], place.root / "signalled.log", ranks=2)
-    assert [(row["step"], row["attempt"]) for row in lines(place, "signalled")[-2:]] == [(done, 1), (done + 1, 2)]
+    ranks.run([command], place.root / "signalled.log", ranks=2)
+    attempts = [(row["step"], row["attempt"]) for row in lines(place, "signalled")]
+    assert attempts == [(step, 1 if step <= done else 2) for step in range(1, 13)]  # no step was repeated
+    assert_equal_policies(place.policy("undisturbed", 12), place.policy("signalled", 12))
+    assert place.rows("undisturbed") == place.rows("signalled")
 
 
 def signal_to(process, number: int) -> None:

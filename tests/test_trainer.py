@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from erpo.checkpoint import saved_steps
 from erpo.config import Machine
 from erpo.engine import Engine
+from erpo.generation import PolicySampler
 from erpo.options import machine_of
 from erpo.progress import end_of_job
 from erpo.trainer import UnhealthyRunError, train
@@ -243,6 +244,37 @@ def test_a_damaged_newest_state_costs_one_save_interval_and_no_number(place):
     (work / "states/step5/manifest.json").write_text("")
     train(**place.arguments("damaged", 6, METHODS["erpo"], save_every=1, keep_states=3))
     assert_equal_policies(whole, place.policy("damaged", 6))
+
+
+def test_a_state_that_does_not_verify_after_its_save_deletes_no_older_one(place, monkeypatch):
+    """A disk that loses what it was given: noticed before the state before goes."""
+    from erpo import states
+
+    train(**place.arguments("lossy", 2, METHODS["erpo"], keep_states=1, keep_milestone_states=False))
+    commit = states.commit_state
+
+    def commit_and_lose(*arguments):
+        path = commit(*arguments) / "tensors-0.safetensors"
+        path.write_bytes(b"\0" + path.read_bytes()[1:])
+
+    monkeypatch.setattr(states, "commit_state", commit_and_lose)
+    with pytest.raises(
+        RuntimeError, match=r"does not verify \(tensors-0.safetensors does not match its checksum\); older states are kept"
+    ):
+        train(**place.arguments("lossy", 4, METHODS["erpo"], keep_states=1, keep_milestone_states=False))
+    monkeypatch.undo()
+    assert saved_steps(place.root / "runs/lossy/work/states") == [2, 4]
+    train(**place.arguments("lossy", 4, METHODS["erpo"], keep_states=1, keep_milestone_states=False))
+    train(**place.arguments("sound", 4, METHODS["erpo"]))
+    assert_equal_policies(place.policy("sound", 4), place.policy("lossy", 4))
+
+
+def test_rollouts_of_other_weights_are_never_trained_on(place, monkeypatch):
+    """A generator that keeps its weights, and says so, is stopped before its rollouts are used."""
+    monkeypatch.setattr(PolicySampler, "update_weights", lambda *arguments: None)
+    with pytest.raises(RuntimeError, match="sampled with the weights after 0 updates, but the trainer has made 2"):
+        train(**place.arguments("outdated", 3, METHODS["erpo"], save_every=1))
+    assert list(place.rows("outdated")) == [1]
 
 
 def test_non_finite_weights_stop_the_run_and_are_never_saved(place, monkeypatch):
