@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from erpo.checkpoint import claim_work, code_commit, make_folder, only_one, read_json, read_marker, why_invalid, write_json
 from erpo.config import Machine, RunConfig, digest
@@ -93,26 +93,37 @@ def train(
     model = read_marker(model_marker, "policy", "policy_hash")
     full_spec = {**spec, "seed": seed, "model_hash": model["policy_hash"]}
     policy_folder = work / "policies" / f"step{step}"
-    together(lambda: make_folder(marker.parent), only_rank=0)  # it is written last: days later
+    together(lambda: _check_place(marker), only_rank=0)  # it is written last: days later
     with ExitStack() as held, StopSignal().listening() as stop_signal:
         together(lambda: held.enter_context(only_one(work)), only_rank=0)
         together(lambda: claim_work(work, full_spec, supersede), only_rank=0)
         if agree(rank == 0 and why_invalid(policy_folder) is not None):
             given = {"run": run, "machine": machine, "seed": seed, "work": work, "stop_signal": stop_signal, "spec": full_spec}
             files = _read_files(model_marker, queries_path, reference_marker, probe_paths)
-            Trainer(**given, **files, title=f"train {name} seed {seed}").run_to(step)
+            trust = model.get("trust_remote_code", False)
+            Trainer(**given, **files, trust_remote_code=trust, title=f"train {name} seed {seed}").run_to(step)
     facts = {"run": name, "seed": seed, "step": step, "spec": full_spec, "spec_hash": digest(full_spec)}
     facts["trust_remote_code"] = model.get("trust_remote_code", False)
     together(lambda: write_json(marker, {**facts, **_places(work, policy_folder, marker)}), only_rank=0)
 
 
+def _check_place(marker: Path) -> None:
+    make_folder(marker.parent)
+    if marker.is_dir():
+        raise ValueError(f"the marker {marker} is a folder; name a file")
+
+
 def _read_files(model: Path, queries_path: Path, reference: Path, probe_paths: Sequence[Path]) -> dict[str, Any]:
-    """What a trainer reads: queries, their reference cache (of this model and no other), the problems of the evaluation."""
-    queries = read_queries(queries_path)
+    """What a trainer reads: queries, their reference cache (of this model and tokenizer), the problems of the evaluation."""
+    facts, queries = read_marker(model, "policy", "policy_hash"), read_queries(queries_path)
+    folder = model.parent / facts["policy"]
+    with _refusing_damaged(folder):
+        tokenizer = load_tokenizer(folder, facts.get("trust_remote_code", False))
     return {
-        "model": model,
+        "folder": folder,
+        "tokenizer": tokenizer,
         "queries": queries,
-        "cache": load_cache(reference, queries, model_hash=read_marker(model, "policy", "policy_hash")["policy_hash"]),
+        "cache": load_cache(reference, queries, model_hash=facts["policy_hash"], tokenizer=tokenizer),
         "probe": [query for path in probe_paths for query in fixed_subset(read_queries(path), _PROBE_QUERIES, seed=0)],
     }
 
@@ -135,7 +146,9 @@ class Trainer:
         title: str,
         seed: int,
         spec: dict[str, Any],
-        model: Path,
+        folder: Path,
+        trust_remote_code: bool,
+        tokenizer: PreTrainedTokenizerBase,
         queries: list[Query],
         cache: ReferenceCache,
         probe: list[Query],
@@ -147,17 +160,14 @@ class Trainer:
             _be_deterministic()
         self.run, self.machine, self.title, self.seed, self.spec = run, machine, title, seed, spec
         self.queries, self.cache, self.probe, self.work, self.stop_signal = queries, cache, probe, work, stop_signal
-        marker = read_json(model)
-        folder, trust = model.parent / marker["policy"], marker.get("trust_remote_code", False)
+        self.tokenizer, trust = tokenizer, trust_remote_code
         check_generator_here(machine)
-        with _refusing_damaged(folder):
-            self.tokenizer = load_tokenizer(folder, trust)
         policy = _load_policy(folder, run, trust)
         module = PolicyModule(
             policy, run.advantage == "gae", derive_seed(seed, "value head"), entropy_gradient=run.entropy_coef > 0
         )
         self.engine = Engine(module, run, machine)
-        longest_prompt = max(len(query.prompt_ids) for query in (*queries, *probe))
+        longest_prompt = max((len(query.prompt_ids) for query in (*queries, *probe)), default=0)
         self.rollouts = RolloutEngine(self.engine, run, machine, folder, longest_prompt, trust)
         self.grader = Grader(workers=machine.grading_workers or None)
         check_canaries(self.grader)

@@ -313,6 +313,17 @@ def truncate_weights(place: Place) -> dict:
     return {"model_marker": marker}
 
 
+def remove_tokenizer(place: Place) -> dict:
+    """transformers then makes one up from config.json, with an empty vocabulary."""
+    folder = place.root / "models/mute"
+    shutil.copytree(place.root / "models/tiny", folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).unlink()
+    marker = place.root / "models/mute.json"
+    marker.write_text(json.dumps({**json.loads(place.model.read_text()), "policy": "mute"}))
+    return {"model_marker": marker}
+
+
 def a_file(place: Place) -> Path:
     path = place.root / "in-the-way"
     path.write_text("{}")
@@ -325,6 +336,8 @@ BAD_INPUTS = {
     "truncated weights": (truncate_weights, r"the model in .*torn cannot be loaded: .*; make or fetch it again"),
     "work is a file": (lambda place: {"work": a_file(place)}, "in-the-way cannot be made: File exists"),
     "no folder for the marker": (lambda place: {"marker": a_file(place) / "step1.json"}, "in-the-way cannot be made"),
+    "the marker is a folder": (lambda place: {"marker": place.root}, "is a folder; name a file"),
+    "a tokenizer that is gone": (remove_tokenizer, "was made with another tokenizer"),
     "a negative step": (lambda place: {"step": -3}, "step is -3"),
 }
 
