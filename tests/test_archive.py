@@ -1,5 +1,7 @@
 """Archives: packed the same every time, unpacked only whole, and rebuilt into the same files, byte for byte."""
 
+import hashlib
+import io
 import json
 import zipfile
 
@@ -120,8 +122,6 @@ def rewrite(change):
     """The archive with its members changed by `change(members)`."""
 
     def edit(data):
-        import io
-
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
             members = {name: archive.read(name) for name in archive.namelist()}
         change(members)
@@ -138,11 +138,34 @@ def edit_manifest(members, **values):
     members[MANIFEST] = json.dumps({**json.loads(members[MANIFEST]), **values}).encode()
 
 
-def escape(members):
-    facts = json.loads(members[MANIFEST])
-    members["../outside.txt"] = b"x"
-    facts["files"]["../outside.txt"] = {"bytes": 1, "sha256": "0"}
-    members[MANIFEST] = json.dumps(facts).encode()
+def smuggle(name):
+    """One more file under a name that does not stay in the two folders of an archive."""
+
+    def change(members):
+        facts = json.loads(members[MANIFEST])
+        members[name] = b"x"
+        facts["files"][name] = {"bytes": 1, "sha256": hashlib.sha256(b"x").hexdigest()}
+        members[MANIFEST] = json.dumps(facts).encode()
+
+    return rewrite(change)
+
+
+def twice(data):
+    """A second file under the name of one that is there."""
+    held = io.BytesIO(data)
+    with zipfile.ZipFile(held, "a") as archive, pytest.warns(UserWarning, match="Duplicate name"):
+        archive.writestr(LOG, b"{}")
+    return held.getvalue()
+
+
+def locked(data):
+    """Every member says that it needs a password."""
+    for signature, place in ((b"PK\x03\x04", 6), (b"PK\x01\x02", 8)):
+        parts = data.split(signature)
+        data = signature.join(
+            [parts[0], *(part[: place - 4] + bytes([part[place - 4] | 1]) + part[place - 3 :] for part in parts[1:])]
+        )
+    return data
 
 
 LOG = "results/small/runs/grpo/seed0/work/metrics.jsonl"
@@ -159,7 +182,18 @@ LOG = "results/small/runs/grpo/seed0/work/metrics.jsonl"
         (rewrite(lambda members: members.update({"results/extra": b""})), "its list of contents does not fit: results/extra"),
         (rewrite(lambda members: members.update({LOG: b"{}"})), f"{LOG} does not have the checksum"),
         (rewrite(lambda members: edit_manifest(members, format=9)), "has format 9"),
-        (rewrite(escape), "it would write to ../outside.txt"),
+        (smuggle("../outside.txt"), "it would write to ../outside.txt"),
+        (smuggle("results/../../outside.txt"), "it would write to results/../../outside.txt"),
+        (smuggle("/tmp/outside.txt"), "it would write to /tmp/outside.txt"),
+        (smuggle("results"), "it would write to results"),
+        (smuggle("erpo/archive.py"), "it would write to erpo/archive.py"),
+        (rewrite(lambda members: edit_manifest(members, files=[MANIFEST])), f"no readable {MANIFEST}"),
+        (rewrite(lambda members: edit_manifest(members, files={LOG: {}})), f"no readable {MANIFEST}"),
+        (rewrite(lambda members: members.update({MANIFEST: b"[]"})), f"no readable {MANIFEST}"),
+        (rewrite(lambda members: edit_manifest(members, study="other")), "it holds no study 'other'"),
+        (rewrite(lambda members: edit_manifest(members, study="small --unlock")), "it holds no study 'small --unlock'"),
+        (twice, f"its list of contents does not fit: {LOG}"),
+        (locked, "is damaged or no archive of this project"),
     ],
 )
 def test_a_damaged_archive_is_one_sentence_and_leaves_nothing(packed, tmp_path, capsys, damage, said):
@@ -174,11 +208,41 @@ def test_a_damaged_archive_is_one_sentence_and_leaves_nothing(packed, tmp_path, 
 
 
 def test_an_absent_archive_and_files_in_the_way_are_refused(packed, tmp_path):
-    with pytest.raises(ValueError, match="there is no archive at"):
+    with pytest.raises(ValueError, match=r"absent\.zip does not exist; give the file"):
         unpack_archive(tmp_path / "absent.zip", tmp_path)
+    with pytest.raises(ValueError, match="is a folder, no archive"):
+        unpack_archive(tmp_path, tmp_path)
     unpack_archive(packed.path, tmp_path)
     unpack_archive(packed.path, tmp_path)  # the same files again: nothing to do
     (tmp_path / LOG).write_text("mine")
     with pytest.raises(ValueError, match=r"metrics\.jsonl exists and is not the one in .*unpack into an empty folder"):
         unpack_archive(packed.path, tmp_path)
     assert (tmp_path / LOG).read_text() == "mine"
+
+
+def test_a_place_that_cannot_be_written_is_one_sentence(packed, tmp_path):
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(ValueError, match="file cannot be written: Not a directory"):
+        unpack_archive(packed.path, tmp_path / "file")
+    with pytest.raises(ValueError, match=r"small\.zip cannot be written: "):
+        pack(packed.path.parent, out=tmp_path / "file/small.zip")
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_a_damaged_marker_is_named_and_nothing_is_written(tmp_path):
+    project(tmp_path)
+    marker = tmp_path / "results/small/runs/erpo/seed1/step20.json"
+    for content in ("{", "[]"):
+        marker.write_text(content)
+        with pytest.raises(ValueError, match=r"runs/erpo/seed1/step20\.json is damaged"):
+            pack(tmp_path)
+    assert not list(tmp_path.glob("*small.zip*"))
+
+
+def test_a_reference_cache_that_is_gone_is_named_as_missing(tmp_path):
+    study, *_ = project(tmp_path)
+    run = study.runs["erpo"]
+    marker = tmp_path / f"results/small/reference/{run.model}/{run.train_set}.json"
+    marker.parent.mkdir(parents=True)
+    marker.write_text(json.dumps({"cache": "gone.parquet"}))
+    assert pack(tmp_path).missing == [f"reference/{run.model}/gone.parquet"]
