@@ -123,7 +123,9 @@ def test_a_faulty_run_is_refused_in_one_sentence(tmp_path, run, expected):
         ),
         ({"evaluation": "{temperatures: [-1.0]}"}, "evaluation.temperatures.0: "),
         ({"models": "{tiny: {kind: magic}}"}, "models.tiny: "),
-        ({"models": "{tiny: {kind: pretrained}}"}, "models.tiny.source: Field required"),
+        ({"models": "{tiny: {kind: pretrained}}"}, "models.tiny: the key 'source' is missing"),
+        ({"benchmarks": "{easy: {kind: file}}"}, "benchmarks.easy: the key 'file' is missing"),
+        ({"benchmarks": "{easy: {kind: file, file: 3}}"}, "benchmarks.easy.file: Input should be a valid string (found 3)"),
         ({"benchmarks": "{easy: {kind: file, file: a.jsonl, sha: x}}"}, "unknown key 'sha'"),
     ],
 )  # fmt: skip

@@ -94,21 +94,22 @@ def _at_defaults(sentence: str, runs: dict[str, dict[str, Any]], defaults: dict[
     return sentence
 
 
+_KINDS = ("synthetic", "file", "pretrained")
+"""What pydantic puts behind the name of a model or of data: which kind it checked against."""
+
+
 def fault_sentences(error: ValidationError) -> list[str]:
     """What pydantic found, a sentence each: the key, what is allowed, what is there."""
     sentences = []
     for fault in error.errors():
-        where = ".".join(str(part) for part in fault["loc"] if part not in ("synthetic", "file", "pretrained"))
-        message = fault["msg"].removeprefix("Value error, ")
+        place, message = fault["loc"], fault["msg"].removeprefix("Value error, ")
+        if fault["type"] == "missing":
+            message, place = f"the key {str(place[-1])!r} is missing", place[:-1]
+        where = ".".join(str(part) for index, part in enumerate(place) if index != 2 or part not in _KINDS)
         if fault["type"] == "extra_forbidden":
-            key = str(fault["loc"][-1])
-            message = f"unknown key {key!r}{_did_you_mean(key)}"
-        elif not (where and message.startswith(where)):
-            message = (
-                f"{message} (found {fault['input']!r})"
-                if fault["type"] != "value_error" and fault["type"] != "missing"
-                else message
-            )
+            message = f"unknown key {str(place[-1])!r}{_did_you_mean(str(place[-1]))}"
+        elif fault["type"] not in ("missing", "value_error") and not (where and message.startswith(where)):
+            message = f"{message} (found {fault['input']!r})"
         sentences.append(f"{where}: {message}" if where and not message.startswith(where) else message)
     return sentences
 
