@@ -65,6 +65,13 @@ def test_from_one_step_on_the_run_stops_and_the_last_healthy_state_stands(place,
     assert place.rows(name) == place.rows(f"well-{stage}")
 
 
+def test_skipped_updates_in_a_row_are_counted_across_a_restart(place, monkeypatch):
+    inject(monkeypatch, range(3, 1000))  # from step 2 on, two a step
+    train(**place.arguments("cut-short", 2, ERPO, max_skipped_updates=4))
+    with pytest.raises(UnhealthyRunError, match=r"stopped at step 3: update/skipped is 4, above 3"):
+        train(**place.arguments("cut-short", 9, ERPO, max_skipped_updates=4))
+
+
 def test_weights_that_are_not_finite_are_never_saved(place, monkeypatch):
     train(**place.arguments("poisoned", 2, ERPO))
     healthy = Engine.step

@@ -50,6 +50,11 @@ def state(place: Place, name: str, step: int) -> dict[str, torch.Tensor]:
     return load_file(place.root / "runs" / name / "work/states" / f"step{step}" / "tensors-0.safetensors")
 
 
+def facts(place: Place, name: str, step: int) -> dict:
+    """What a training state says besides: updates made, updates skipped, reward."""
+    return json.loads((place.root / "runs" / name / "work/states" / f"step{step}" / "manifest.json").read_text())["info"]
+
+
 def samples(place: Place, name: str) -> list[dict]:
     """The sample tables: queries and the responses drawn for them."""
     return [json.loads(line) for line in (place.root / "runs" / name / "work/samples.jsonl").read_text().splitlines()]
@@ -66,6 +71,7 @@ def test_resumed_training_equals_uninterrupted_training(place, method):
     whole, cut = f"{method}-whole", f"{method}-cut"
     assert_equal_policies(place.policy(whole, 6), place.policy(cut, 6))
     assert_equal_policies(state(place, whole, 6), state(place, cut, 6))
+    assert facts(place, whole, 6) == facts(place, cut, 6)
     assert place.rows(whole) == place.rows(cut)
     assert samples(place, whole) == samples(place, cut)
     assert "eval/accuracy" in place.rows(cut)[4]
@@ -275,6 +281,20 @@ def test_rollouts_of_other_weights_are_never_trained_on(place, monkeypatch):
     with pytest.raises(RuntimeError, match="sampled with the weights after 0 updates, but the trainer has made 2"):
         train(**place.arguments("outdated", 3, METHODS["erpo"], save_every=1))
     assert list(place.rows("outdated")) == [1]
+
+
+def test_a_lost_milestone_is_made_again_from_states_before_it_and_never_from_later_ones(place):
+    train(**place.arguments("further", 2, METHODS["erpo"], keep_states=9))
+    train(**place.arguments("further", 4, METHODS["erpo"], keep_states=9))
+    second, work = place.policy("further", 2), place.root / "runs/further/work"
+    for states in ({2, 4}, {4}):  # the milestone's own state is there, or only a later one
+        shutil.rmtree(work / "policies/step2")
+        for step in {2, 4} - states:
+            shutil.rmtree(work / f"states/step{step}")
+        if 2 not in states:
+            shutil.rmtree(work / "policies/step4")
+        train(**place.arguments("further", 2, METHODS["erpo"], keep_states=9))
+        assert_equal_policies(second, place.policy("further", 2))
 
 
 def test_non_finite_weights_stop_the_run_and_are_never_saved(place, monkeypatch):
