@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Literal
 
 from erpo import rates, slurm
-from erpo.config import FileData, PretrainedModel, Site, Study, default_study, load_site, load_study, milestones, seeds_of
+from erpo.config import FileData, PretrainedModel, Site, Study, cells, load_study, milestones, scored_cells, seeds_of
+from erpo.profiles import read_choice
 
 _GIB = 2**30
 _REACH_SECONDS = 3.0
@@ -101,7 +102,7 @@ def _queue(study: Study, site: Site) -> Iterator[Finding]:
     yield Finding("ok", f"Slurm answers; partitions: {', '.join(cluster.partitions)}")
     faults = slurm.faults(requests_of(study, site), cluster)
     for sentence in faults:
-        yield Finding("fault", sentence, "profiles/slurm/site.yaml, or --config key=value")
+        yield Finding("fault", sentence, "the profile's site.yaml (profiles/slurm), or --config key=value")
     if not faults:
         yield Finding("ok", "partition, account, QOS, constraint and GPU type exist")
     if cluster.accounts is None:
@@ -154,15 +155,19 @@ def file_system(folder: Path) -> str | None:
 
 def study_bytes(study: Study) -> float:
     """Disk of a whole study: models, states, policies, samples."""
-    total = sum(rates.billions(study, name) * 1e9 * rates.POLICY_BYTES for name in study.models)
+    total = sum(rates.billions(study, name) * 1e9 * rates.POLICY_BYTES for name in {run.model for run in study.runs.values()})
+    scored = scored_cells(study)
+    shown = [cell for artefact in (*study.tables.values(), *study.figures.values()) for cell in cells(study, artefact)]
+    responses = rates.num_problems(study) * len(study.evaluation.temperatures) * study.evaluation.samples
+    tokens = rates.RESPONSE_SHARE * study.evaluation.max_response_tokens
     for name, steps in milestones(study).items():
         parameters = rates.billions(study, study.runs[name].model) * 1e9
-        each = len(steps) * (rates.POLICY_BYTES + rates.STATE_BYTES) + (rates.KEPT_STATES * rates.STATE_BYTES if steps else 0)
-        total += len(seeds_of(study, name)) * parameters * each
-        cells = len(seeds_of(study, name)) * max(len(steps), 1)
-        responses = rates.num_problems(study) * len(study.evaluation.temperatures) * study.evaluation.samples
-        tokens = rates.RESPONSE_SHARE * study.evaluation.max_response_tokens
-        total += cells * responses * tokens * rates.SAMPLE_BYTES_PER_TOKEN
+        for seed in seeds_of(study, name):
+            last = max(cell.step for cell in (*scored[name], *shown) if (cell.run, cell.seed) == (name, seed))
+            left = sum(step <= last for step in steps)  # the seeds of a run need not go on equally long
+            kept = left + rates.KEPT_STATES if left else 0
+            total += parameters * (left * rates.POLICY_BYTES + kept * rates.STATE_BYTES)
+        total += len(scored[name]) * responses * tokens * rates.SAMPLE_BYTES_PER_TOKEN
     return total
 
 
@@ -183,7 +188,7 @@ def _models(study: Study, site: Site) -> Iterator[Finding]:
             yield Finding(
                 "fault",
                 f"model {name}: {entry.source} is not in {cache}, and the hub cannot be reached",
-                "fetch it where there is a network and copy the folder; set cache: in profiles/slurm/site.yaml",
+                "fetch it where there is a network and copy the folder; set cache: in the profile's site.yaml",
             )
 
 
@@ -230,11 +235,12 @@ def start_on_node(site: Site, seconds: float) -> Finding:
     options = [
         *(["-p", place] if place else []),
         *(["-A", site.account] if site.account else []),
-        "--qos=" + site.qos if site.qos else "",
+        *(["--qos", site.qos] if site.qos else []),
+        *(["--constraint", site.constraint] if site.constraint else []),
     ]
     gpu = f"--gpus={site.gpu_type + ':' if site.gpu_type else ''}1"
     code = "import torch; print(torch.cuda.get_device_name() if torch.cuda.is_available() else 'no GPU')"
-    command = ["srun", "-n1", "-t5", "--mem=4000", gpu, *filter(None, options), sys.executable, "-c", code]
+    command = ["srun", "-n1", "-t5", "--mem=4000", gpu, *options, sys.executable, "-c", code]
     try:
         answer = slurm.ask(*command, seconds=seconds).strip().splitlines()
     except slurm.UnreachableError as error:
@@ -250,16 +256,14 @@ def check(settings: Sequence[str], *, profile: str = "slurm", on_node: bool = Fa
     """Lines of the report and the number of faults, for `key=value` settings as Snakemake takes them.
 
     Raises:
-        ValueError: an unknown study, or a site setting that cannot be.
+        ValueError: an unknown profile, key or study, or a site setting that cannot be.
     """
-    given = dict(text.split("=", 1) for text in settings if "=" in text)
-    on_slurm = profile != "none"
-    site = load_site(**{key: value for key, value in given.items() if key in Site.model_fields}) if on_slurm else Site()
-    study = load_study(given.get("study") or default_study(on_slurm))
+    choice = read_choice(None if profile == "none" else profile, settings)
+    study = load_study(choice.study)
     data_dir = Path(os.environ.get("ERPO_DATA") or study.data_dir)
-    findings = examine(study, site, results=Path("results"), data_dir=data_dir, on_slurm=on_slurm)
-    if on_node and on_slurm:
-        findings.append(start_on_node(site, _NODE_SECONDS))
+    findings = examine(study, choice.site, results=Path("results"), data_dir=data_dir, on_slurm=choice.on_slurm)
+    if on_node and choice.on_slurm:
+        findings.append(start_on_node(choice.site, _NODE_SECONDS))
     return [f"study {study.name}", *report(findings)], sum(finding.state == "fault" for finding in findings)
 
 

@@ -52,9 +52,18 @@ def dry_run(targets: Sequence[str], settings: Sequence[str], profile: str | None
     command += ["--config", *settings] if settings else []
     done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_SECONDS, check=False)
     if done.returncode != 0:
-        words = [line for line in (done.stderr or done.stdout).splitlines() if line and not line.startswith("Using ")]
-        raise ValueError(" ".join(words[-3:]) or "snakemake -n failed")
+        raise ValueError(_refusal(done.stdout, done.stderr))
     return done.stdout
+
+
+def _refusal(stdout: str, stderr: str) -> str:
+    """Snakemake's own words for why it plans nothing: what it writes last, without its greeting and without Python's frames."""
+    said = stdout.split("Building DAG of jobs...")[-1] if "Building DAG of jobs..." in stdout else ""
+    for text in (stderr, said, stdout):
+        lines = [line.strip() for line in text.splitlines() if line.strip() and not line.startswith(("Using ", " ", "Traceback"))]
+        if lines:
+            return " ".join(lines[-3:])
+    return "snakemake -n failed and said nothing; try it by hand"
 
 
 def read_jobs(text: str) -> list[Job]:

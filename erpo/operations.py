@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -13,6 +14,8 @@ def status(args: argparse.Namespace) -> None:
     from erpo.progress import describe_status
     from erpo.slurm import describe_queue
 
+    if args.results.exists() and not args.results.is_dir():
+        raise ValueError(f"{args.results} is a file; name the folder of results, such as results/quickstart")
     say([*describe_status(args.results), *describe_queue()])
 
 
@@ -51,6 +54,22 @@ def say(lines: Sequence[str]) -> None:
 VERBS: tuple[Callable[[argparse.Namespace], int | None], ...] = (status, plan, doctor)
 
 
+def _count(text: str) -> int:
+    if not text.isdigit() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, found {text!r}")
+    return int(text)
+
+
+def _hours(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"must be a number of hours, 0 or more, found {text!r}")
+    return value
+
+
 def add_options(action: Callable[[argparse.Namespace], int | None], sub: argparse.ArgumentParser) -> None:
     """Arguments of one of the verbs here."""
     if action is status:
@@ -62,7 +81,7 @@ def add_options(action: Callable[[argparse.Namespace], int | None], sub: argpars
         sub.add_argument("--on-node", action="store_true", help="start Python on a compute node too (through srun)")
         return
     sub.add_argument("targets", nargs="*", help="as for Snakemake; none: all")
-    sub.add_argument("--gpus", type=int, help="GPUs that may be used at once, for the wall time")
-    sub.add_argument("--budget-gpu-hours", type=float, help="refuse above it")
+    sub.add_argument("--gpus", type=_count, help="GPUs that may be used at once, for the wall time")
+    sub.add_argument("--budget-gpu-hours", type=_hours, help="refuse above it")
     sub.add_argument("--yes", action="store_true", help="above the budget too")
     sub.add_argument("--jobs", action="store_true", help="every job with its reason")

@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from erpo import rates
-from erpo.config import Site, load_site, load_study
+from erpo.config import load_study
 from erpo.dryrun import Job, dry_run, read_jobs, why
 from erpo.estimates import TRAINING_RULES, Cost, Estimator, longest_chain
+from erpo.profiles import read_choice
 
 _GIB = 2**30
 _SHOWN_RUNS = 6
@@ -41,16 +42,16 @@ def make_plan(
         The lines, and a sentence that refuses what is above the budget, if it is.
 
     Raises:
-        ValueError: Snakemake refuses the targets or settings.
+        ValueError: a profile, setting or study that cannot be, or Snakemake refuses the targets.
     """
+    choice = read_choice(profile, settings)
+    study = load_study(choice.study)
     jobs = read_jobs(dry_run(targets, settings, profile))
     if not jobs:
         return ["nothing to do: every result is there"], None
-    study = load_study(next(path.split("/")[1] for path in jobs[0].outputs))
-    site = load_site(**{key: value for key, value in _pairs(settings) if key in Site.model_fields}) if profile else Site()
     results = Path("results") / study.name
     retrained = {path for job in jobs if job.rule in TRAINING_RULES for path in job.outputs}
-    estimator = Estimator(study, site, results, retrained)
+    estimator = Estimator(study, choice.site, results, retrained)
     costs = [estimator.cost(job) for job in jobs]
     lines = [*_groups(jobs, costs), "", *_totals(jobs, costs, gpus), "", *_sources(estimator, jobs)]
     if each_job:
@@ -60,10 +61,6 @@ def make_plan(
         return lines, None
     over = f"{total:,.0f} GPU-hours planned, above the budget of {budget_gpu_hours:,.0f}"
     return lines, f"{over}; name fewer targets, or confirm with --yes"
-
-
-def _pairs(settings: Sequence[str]) -> list[tuple[str, str]]:
-    return [(key, value) for key, _, value in (text.partition("=") for text in settings)]
 
 
 def _groups(jobs: Sequence[Job], costs: Sequence[Cost]) -> list[str]:
@@ -101,8 +98,10 @@ def _sources(estimator: Estimator, jobs: Sequence[Job]) -> list[str]:
     for model, rate in sorted(estimator.measured.responses_per_second.items()):
         lines.append(f"measured here: {model}: {rate:,.0f} responses a second and sampling job")
     if any(job.gpus for job in jobs):
-        kind = estimator.site.gpu_type or rates.DEFAULT_GPU
+        kind = rates.known_gpu(estimator.site.gpu_type)
         flops, bandwidth = rates.peaks(kind)
+        if estimator.site.gpu_type and kind == rates.DEFAULT_GPU and kind not in estimator.site.gpu_type.lower():
+            kind = f"{estimator.site.gpu_type}, unknown here and taken for {kind}"
         lines.append(
             f"assumed, not measured: {kind}: {rates.TRAINING_EFFICIENCY:.0%} of {flops:.0f} TFLOP/s in training, "
             f"{rates.SAMPLING_EFFICIENCY:.0%} of {bandwidth:,.0f} GB/s in sampling (data sheets), "

@@ -213,16 +213,18 @@ def describe_status(results: Path) -> list[str]:
     lines = []
     for path in sorted(results.glob("**/work/progress.json")):
         try:
-            facts = read_json(path)
-        except ValueError:
+            lines.append(_describe_run(read_json(path)))
+        except (OSError, ValueError, KeyError, TypeError):
             lines.append(f"{path}: not readable; the next step of the run writes it anew")
-            continue
-        age = time.time() - facts["time"]
-        eta = "done" if facts["step"] >= facts["total"] else f"ETA {_clock(facts['eta_seconds'] or float('inf'))}"
-        saved = facts["last_save"] if facts["last_save"] is not None else "none"
-        warning = f"; warning: {facts['warning']}" if facts.get("warning") else ""
-        lines.append(
-            f"{facts['title']}: step {facts['step']}/{facts['total']}, {facts['steps_per_second']:.2f} steps/s, {eta}, "
-            f"last save {saved}, {_clock(age)} ago{warning}"
-        )
     return lines or [f"no training run under {results}"]
+
+
+def _describe_run(facts: dict[str, Any]) -> str:
+    age = time.time() - facts["time"]
+    eta = "done" if facts["step"] >= facts["total"] else f"ETA {_clock(facts['eta_seconds'] or float('inf'))}"
+    saved = facts["last_save"] if facts["last_save"] is not None else "none"
+    warning = f"; warning: {facts['warning']}" if facts.get("warning") else ""
+    return (
+        f"{facts['title']}: step {facts['step']}/{facts['total']}, {facts['steps_per_second']:.2f} steps/s, {eta}, "
+        f"last save {saved}, {_clock(age)} ago{warning}"
+    )

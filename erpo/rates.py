@@ -97,11 +97,15 @@ def billions(study: Study, model: str) -> float:
     return 12 * entry.num_layers * entry.hidden_size**2 / 1e9
 
 
-def peaks(gpu_type: str | None) -> tuple[float, float]:
-    """TFLOP/s and GB/s of a GPU type; a name such as a100_80gb or nvidia_h100 is recognised."""
+def known_gpu(gpu_type: str | None) -> str:
+    """The entry of PEAKS that a GPU type means; a name such as a100_80gb or nvidia_h100 is recognised."""
     names = sorted(PEAKS, key=len, reverse=True)
-    found = next((name for name in names if gpu_type and name in gpu_type.lower()), DEFAULT_GPU)
-    return PEAKS[found]
+    return next((name for name in names if gpu_type and name in gpu_type.lower()), DEFAULT_GPU)
+
+
+def peaks(gpu_type: str | None) -> tuple[float, float]:
+    """TFLOP/s and GB/s of a GPU type."""
+    return PEAKS[known_gpu(gpu_type)]
 
 
 def responses_per_step(run: RunConfig) -> int:

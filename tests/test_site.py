@@ -28,9 +28,14 @@ def test_the_command_line_wins_over_the_file(tmp_path):
     [
         ("partitions: gpu", "unknown key partitions; there are: study, partition, gpu_partition"),
         ("gpus_per_node: 0", "gpus_per_node: Input should be greater than 0, found 0"),
-        ("nodes: {huge: 2}", "nodes.huge: Extra inputs are not permitted"),
-        ("constraint: a100 --nodes=9", "constraint: String should match pattern"),
+        ("nodes: {huge: 2}", "nodes.huge: unknown; there are: small, medium, large"),
+        ("nodes: two", "nodes: must be numbers by size of model, such as {medium: 1, large: 2}, found 'two'"),
+        ("constraint: a100 --nodes=9", "constraint: this cannot be a name of Slurm's"),
         ("- gpu", "expected lines of the form key: value"),
+        ("", "expected lines of the form key: value"),
+        ("partition: [", "expected the node content"),
+        ("partition: a\npartition: b", "line 1: the key 'partition' is given twice"),
+        ("1: a", "unknown key 1; there are"),
     ],
 )
 def test_a_fault_in_the_site_file_is_one_sentence(tmp_path, text, sentence):
@@ -39,6 +44,18 @@ def test_a_fault_in_the_site_file_is_one_sentence(tmp_path, text, sentence):
     with pytest.raises(ValueError, match=r"site\.yaml: ") as refused:
         load_site(path)
     assert sentence in str(refused.value)
+
+
+def test_a_site_file_that_is_missing_is_said(tmp_path):
+    with pytest.raises(ValueError, match=r"site\.yaml: cannot be read \(No such file"):
+        load_site(tmp_path / "site.yaml")
+
+
+def test_a_fault_of_the_command_line_is_not_told_of_the_file(tmp_path):
+    path = tmp_path / "site.yaml"
+    path.write_text("partition: cpu\n")
+    with pytest.raises(ValueError, match=r"^--config: gpus_per_node: .*found 0"):
+        load_site(path, gpus_per_node=0)
 
 
 def test_numbers_from_a_command_line_are_numbers_of_nodes():

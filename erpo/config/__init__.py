@@ -17,7 +17,7 @@ from erpo.config.cells import (
 )
 from erpo.config.loading import fault_sentences, load_study, resolve_runs, study_path
 from erpo.config.run import Fraction, Frozen, Machine, PositiveInt, RunConfig, canonical_json, digest, non_default, run_settings
-from erpo.config.site import SITE_FILE, SIZES, Nodes, Site, default_study, load_site, parse_site
+from erpo.config.site import SITE_FILE, SIZES, Nodes, Site, load_site, parse_site, read_settings
 from erpo.config.specs import (
     RESULTS_VERSION,
     artefact_spec,
@@ -83,7 +83,6 @@ __all__ = [
     "benchmark_spec",
     "canonical_json",
     "cells",
-    "default_study",
     "digest",
     "drawn_spec",
     "fault_sentences",
@@ -100,6 +99,7 @@ __all__ = [
     "parse_site",
     "prepared_benchmark_spec",
     "queries_spec",
+    "read_settings",
     "reference_spec",
     "report_spec",
     "resolve_runs",

@@ -13,10 +13,15 @@ from erpo.config.run import RunConfig
 from erpo.config.study import Evaluation, Figure, Study, Table
 
 
-class _StrictLoader(yaml.SafeLoader):
+class StrictLoader(yaml.SafeLoader):
     """Safe YAML that refuses a key given twice (plain YAML keeps the last one in silence)."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """The mapping of a node.
+
+        Raises:
+            ValueError: a key is given twice.
+        """
         keys = [self.construct_object(key, deep=deep) for key, _ in node.value]
         for key in keys:
             if keys.count(key) > 1:
@@ -45,7 +50,7 @@ def load_study(name: str, root: Path = Path(".")) -> Study:
     """
     path = study_path(name, root)
     try:
-        raw = yaml.load(path.read_text(encoding="utf-8"), Loader=_StrictLoader)  # noqa: S506 - a SafeLoader
+        raw = yaml.load(path.read_text(encoding="utf-8"), Loader=StrictLoader)  # noqa: S506 - a SafeLoader
     except (yaml.YAMLError, ValueError) as error:
         raise ValueError(f"{path}: {' '.join(str(error).split())}") from error
     if not isinstance(raw, dict):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from erpo.config.loading import StrictLoader
 from erpo.config.run import PositiveInt
 
 SITE_FILE = Path("profiles/slurm/site.yaml")
@@ -69,41 +71,63 @@ class Site(BaseModel):
         return (self.gpu_partition or self.partition) if gpus else self.partition
 
 
-def parse_site(settings: dict[str, Any], origin: str = str(SITE_FILE)) -> Site:
+def parse_site(settings: Mapping[str, Any], origin: str = str(SITE_FILE), given: Collection[str] = ()) -> Site:
     """The site that these settings describe; other keys of a Snakemake configuration are left aside.
 
+    Args:
+        settings: key and value.
+        origin: the file that the settings are from, for the words of a fault.
+        given: keys that are from the command line instead.
+
     Raises:
-        ValueError: one sentence that names key and value.
+        ValueError: one sentence that names key and value, and where it stands.
     """
-    given = {key: value for key, value in settings.items() if key in Site.model_fields and value is not None}
-    if isinstance(given.get("nodes"), dict):
-        given["nodes"] = {size: int(count) if str(count).isdigit() else count for size, count in given["nodes"].items()}
+    known = {key: value for key, value in settings.items() if key in Site.model_fields and value is not None}
+    if isinstance(known.get("nodes"), dict):
+        known["nodes"] = {size: int(count) if str(count).isdigit() else count for size, count in known["nodes"].items()}
     try:
-        return Site(**given)
+        return Site(**known)
     except ValidationError as error:
         fault = error.errors()[0]
-        key = ".".join(str(part) for part in fault["loc"])
-        raise ValueError(f"{origin}: {key}: {fault['msg']}, found {fault['input']!r}") from error
+        where = "--config" if fault["loc"][0] in given else origin
+        raise ValueError(f"{where}: {'.'.join(str(part) for part in fault['loc'])}: {_words(fault)}") from error
+
+
+def _words(fault: Any) -> str:
+    """What pydantic found, as someone says it who does not know pydantic."""
+    if fault["type"] == "string_pattern_mismatch":
+        return f"this cannot be a name of Slurm's (letters, digits and few signs, no blanks), found {fault['input']!r}"
+    if fault["type"] == "extra_forbidden":
+        return f"unknown; there are: {', '.join(SIZES)}"
+    if fault["loc"] == ("nodes",):
+        return f"must be numbers by size of model, such as {{medium: 1, large: 2}}, found {fault['input']!r}"
+    return f"{fault['msg']}, found {fault['input']!r}"
+
+
+def read_settings(path: Path) -> dict[str, Any]:
+    """Settings of a site file.
+
+    Raises:
+        ValueError: the file is missing, no YAML, empty, or has an unknown or repeated key.
+    """
+    try:
+        settings = yaml.load(path.read_text(encoding="utf-8"), Loader=StrictLoader)  # noqa: S506 - a SafeLoader
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read ({error.strerror}); take the one that came with the project") from error
+    except (yaml.YAMLError, ValueError) as error:
+        raise ValueError(f"{path}: {' '.join(str(error).split())}") from error
+    if not isinstance(settings, dict):
+        raise ValueError(f"{path}: expected lines of the form key: value (one at least, such as study: paper)")
+    unknown = set(settings) - set(Site.model_fields) - {"study", "supersede"}
+    if unknown:
+        raise ValueError(f"{path}: unknown key {min(map(str, unknown))}; there are: study, {', '.join(Site.model_fields)}")
+    return settings
 
 
 def load_site(path: Path = SITE_FILE, **changes: Any) -> Site:
-    """The site of a file, with changes from the command line; no file is an empty site.
+    """The site of a file, with changes from the command line.
 
     Raises:
-        ValueError: the file is not a mapping of known keys, or a value is unusable.
+        ValueError: the file cannot be used, or a value.
     """
-    if not path.is_file():
-        return parse_site(changes)
-    settings = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
-    if not isinstance(settings, dict):
-        raise ValueError(f"{path}: expected lines of the form key: value")
-    unknown = set(settings) - set(Site.model_fields) - {"study", "supersede"}
-    if unknown:
-        raise ValueError(f"{path}: unknown key {sorted(unknown)[0]}; there are: study, {', '.join(Site.model_fields)}")
-    return parse_site({**settings, **changes}, str(path))
-
-
-def default_study(on_slurm: bool) -> str:
-    """The study that is meant where none is named: the site file's on a cluster, quickstart elsewhere."""
-    settings = yaml.safe_load(SITE_FILE.read_text(encoding="utf-8")) if on_slurm and SITE_FILE.is_file() else None
-    return str((settings or {}).get("study") or "quickstart")
+    return parse_site({**read_settings(path), **changes}, str(path), changes)

@@ -1,11 +1,16 @@
 """`plan` and `doctor` as a user runs them, in a clone of the project."""
 
 import re
+import shutil
 import subprocess
 import sys
 
 import pytest
 
+from erpo.__main__ import main
+from erpo.config import Nodes, Site, load_study
+from erpo.doctor import study_bytes
+from erpo.profiles import Choice, read_choice
 from tests.conftest import ROOT
 from tests.workflow.conftest import Project
 
@@ -80,8 +85,96 @@ def test_doctor_is_content_with_the_small_study(fresh):
     assert done.stdout.rstrip().endswith("nothing stands in the way")
 
 
-@pytest.mark.parametrize("setting", ["gpus_per_node=0", "nodes=two"])
-def test_doctor_refuses_a_site_that_cannot_be(fresh, setting):
-    done = erpo(fresh, "doctor", "--config", "study=quickstart", setting)
+@pytest.mark.parametrize("verb", ["doctor", "plan"])
+@pytest.mark.parametrize(
+    ("setting", "sentence"),
+    [
+        ("gpus_per_node=0", "--config: gpus_per_node: Input should be greater than 0, found 0"),
+        ("nodes=two", "--config: nodes: must be numbers by size of model"),
+        ("partitoin=gpu", "--config partitoin=...: unknown; there are study, supersede, archive, partition"),
+        ("partition", "--config partition: expected key=value"),
+    ],
+)
+def test_a_setting_that_cannot_be_is_one_sentence(fresh, verb, setting, sentence):
+    done = erpo(fresh, verb, "--config", "study=quickstart", setting)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"erpo {verb}: {sentence}")
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("verb", ["doctor", "plan"])
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        (None, "slurm/site.yaml: cannot be read (No such file or directory)"),
+        ("", "slurm/site.yaml: expected lines of the form key: value"),
+        ("partition: [", "slurm/site.yaml: while parsing"),
+        ("partitoin: gpu", "slurm/site.yaml: unknown key partitoin; there are: study, partition"),
+    ],
+)
+def test_a_site_file_that_cannot_be_used_is_one_sentence(fresh, verb, text, sentence):
+    site = fresh.path("profiles/slurm/site.yaml")
+    site.unlink() if text is None else site.write_text(text)
+    done = erpo(fresh, verb)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"erpo {verb}: {sentence}")
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_profile_that_is_nowhere_is_one_sentence(fresh):
+    done = erpo(fresh, "doctor", "--profile", "sulrm")
+    assert (done.returncode, done.stderr) == (
+        2,
+        "erpo doctor: profile 'sulrm' not found here or in ~/.config/snakemake; there are slurm, workstation, none\n",
+    )
+
+
+def test_a_profile_in_the_home_folder_brings_its_own_site(fresh, monkeypatch, tmp_path):
+    mine = tmp_path / "home" / "snakemake" / "mine"
+    shutil.copytree(fresh.path("profiles/slurm"), mine)
+    site = mine / "site.yaml"
+    site.write_text(site.read_text().replace("gpu_type: null", "gpu_type: h200"))
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(fresh.folder)
+    assert read_choice("mine") == Choice("paper", Site(gpu_type="h200"), on_slurm=True)
+    assert read_choice("mine", ["gpu_type=", "nodes={large: 2}"]).site == Site(nodes=Nodes(large=2)), "as Snakemake reads words"
+    assert read_choice("slurm").site == Site()
+    assert read_choice("workstation", ["study=methods"]) == Choice("methods", Site(), on_slurm=False)
+    assert read_choice(None) == Choice("quickstart", Site(), on_slurm=False)
+    done = erpo(fresh, "plan", "erpo", "--profile", "mine")
+    assert "assumed, not measured: h200: 35% of 989 TFLOP/s" in done.stdout, done.stderr
+
+
+def test_more_nodes_are_planned(fresh):
+    done = erpo(fresh, "plan", "erpo-32b", "--config", "nodes={large: 2}", "gpu_type=gb300")
+    assert ("train_across_nodes", "new (erpo-32b)") in groups(done.stdout), done.stderr
+    assert "gb300, unknown here and taken for a100: 35% of 312 TFLOP/s" in done.stdout
+
+
+def test_a_target_that_is_nothing_is_said(fresh):
+    done = erpo(fresh, "plan", "mian")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "No rule to produce mian" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "option", [("--gpus", "0"), ("--gpus", "many"), ("--budget-gpu-hours", "nan"), ("--budget-gpu-hours", "-1")]
+)
+def test_numbers_that_cannot_be_are_refused(fresh, option):
+    done = erpo(fresh, "plan", "main", *option)
     assert done.returncode == 2
-    assert "profiles/slurm/site.yaml: " in done.stderr
+    assert re.search(rf"argument {option[0]}: must be a .*, found '{option[1]}'", done.stderr)
+
+
+def test_the_disk_of_the_whole_study_is_that_of_its_plan(fresh):
+    """Seeds that stop earlier than others take less: only one of three goes on to step 1000."""
+    done = erpo(fresh, "plan", "all")
+    planned = float(re.search(r"disk: about ([\d,.]+) GiB more", done.stdout).group(1).replace(",", ""))
+    assert study_bytes(load_study("paper", ROOT)) / 2**30 == pytest.approx(planned, abs=0.1)
+
+
+def test_without_snakemake_doctor_says_so(fresh, monkeypatch, capsys):
+    monkeypatch.chdir(fresh.folder)
+    monkeypatch.setitem(sys.modules, "snakemake", None)
+    assert main(["doctor"]) == 2
+    assert "activate the environment of this project" in capsys.readouterr().err

@@ -114,6 +114,23 @@ def test_the_command_line_wins_over_the_study_of_the_profile(fresh):
     assert "gpu=8" not in done.stdout
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "sentence"),
+    [
+        ("\npartition: null", "\npartitoin: gpu", "slurm/site.yaml: unknown key partitoin; there are: study, partition"),
+        ("\nqos: null", "\npartition: gpu", "the key 'partition' is given twice"),
+        ("gpus_per_node: 8", "gpus_per_node: eight", "slurm/site.yaml: gpus_per_node: Input should be a valid integer"),
+    ],
+)
+def test_a_fault_in_the_site_file_is_told_of_the_site_file(fresh, old, new, sentence):
+    fresh.edit("profiles/slurm/site.yaml", old, new)
+    done = fresh.run("--profile", "slurm", "-n", "main")
+    assert done.returncode != 0
+    (line,) = [line for line in done.stderr.splitlines() if line and not line.startswith("Using profiles slurm")]
+    assert line.startswith("slurm/site.yaml: ")
+    assert sentence in line
+
+
 def test_a_long_run_is_a_chain_of_milestones(fresh):
     fresh.edit("config/trial.yaml", "only-grpo: {runs: [grpo]}", "only-grpo: {runs: [grpo], steps: [40, 80, 120]}")
     done = fresh.run("-n", "only-grpo", "--config", "study=trial")
@@ -128,6 +145,7 @@ def test_a_long_run_is_a_chain_of_milestones(fresh):
     [
         (["--config", "study=papper"], "study 'papper' not found (config/papper.yaml); there are: "),
         (["--config", "sutdy=paper"], "--config sutdy=...: unknown; there are study=NAME"),
+        (["--config", "study=trial", "nodes=two"], "--config: nodes: must be numbers by size of model"),
         (["--config", "study=trial", "supersede=grop"], "--config supersede=grop: not a run of trial; there are: base, grpo, erpo"),
     ],
 )

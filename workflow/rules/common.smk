@@ -13,12 +13,17 @@ from erpo import executor, rates, slurm
 # --- the study --------------------------------------------------------------------------------------------------------
 
 
+# For the words of a fault: keys of the command line, and the files that the others are from.
+GIVEN = set(workflow.config_settings.config)
+SITE_FILES = [Path(os.path.relpath(path)) for path in workflow.config_settings.configfiles]
+
+
 def chosen_study():
     """The study of `--config study=NAME`; a fault in it ends the program with one sentence."""
     unknown = set(config) - {"study", "supersede", "archive", *studies.Site.model_fields}
     if unknown:
         sys.exit(
-            f"--config {sorted(unknown)[0]}=...: unknown; there are study=NAME (a file of config/), supersede=RUN, archive=true, "
+            f"--config {min(unknown)}=...: unknown; there are study=NAME (a file of config/), supersede=RUN, archive=true, "
             f"and for a cluster {', '.join(studies.Site.model_fields)}"
         )
     try:
@@ -34,7 +39,9 @@ def chosen_study():
 def chosen_site():
     """Partitions, account and GPU type of the site file and of --config; a fault ends the program with one sentence."""
     try:
-        return studies.parse_site(config)
+        for path in SITE_FILES:
+            studies.read_settings(path)  # an unknown key, or one given twice, is said with its file
+        return studies.parse_site(config, ", ".join(map(str, SITE_FILES)), GIVEN)
     except ValueError as error:
         sys.exit(str(error))
 
@@ -42,8 +49,8 @@ def chosen_site():
 ARCHIVED = str(config.get("archive", "false")).lower() == "true"
 """Results came out of an archive: nothing is trained or evaluated here, and what the archive lacks stays marked as missing."""
 SUPERSEDED = set(filter(None, str(config.get("supersede", "")).split(",")))
-STUDY = chosen_study()
 SITE = chosen_site()
+STUDY = chosen_study()
 RESULTS = f"results/{STUDY.name}"
 COUNTS = f"{RESULTS}/counts"  # of samples, by content of the scores files
 DATA_DIR = os.environ.get("ERPO_DATA") or STUDY.data_dir
@@ -440,7 +447,9 @@ def refuse_wrong_site():
         sys.exit(f"Slurm does not answer ({error}); look with `scontrol ping`, or run without --profile slurm")
     if found:
         sys.exit(
-            "\n".join([*found, "set it in profiles/slurm/site.yaml or with --config key=value; `python -m erpo doctor` checks it"])
+            "\n".join(
+                [*found, "set it in site.yaml (profiles/slurm) or with --config key=value; `python -m erpo doctor` checks it"]
+            )
         )
 
 
