@@ -129,9 +129,17 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any], path: str = "
         old, new, name = before.get(key), now.get(key), f"{path}{key}"
         if isinstance(old, dict) and isinstance(new, dict):
             found += differences(old, new, f"{name}.")
+        elif isinstance(old, list) and isinstance(new, list) and (words := _changes(old, new)):
+            found.append(f"{name}: {words}")
         elif old != new:
             found.append(f"{name}: {_short(old)} -> {_short(new)}")
     return found
+
+
+def _changes(old: list[Any], new: list[Any]) -> str:
+    """What was put into a list and taken out of it: two long lists, cut short, may look the same."""
+    sides = {"added": [value for value in new if value not in old], "removed": [value for value in old if value not in new]}
+    return ", ".join(f"{_short(values)} {word}" for word, values in sides.items() if values)
 
 
 def _short(value: Any) -> str:

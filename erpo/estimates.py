@@ -71,7 +71,8 @@ class Estimator:
     def _generate(self, job: Job) -> tuple[float, float]:
         run, temperatures = job.wildcards["run"], self.shards[job.wildcards["shard"]]
         share = 1.0 if set(job.inputs) & self.retrained else missing_share(job, len(temperatures), self.study.evaluation.samples)
-        seconds = rates.generation_seconds(self.study, run, len(temperatures), max(job.gpus, 1), self.site.gpu_type, self.measured)
+        gpus = min(job.gpus, int(job.resources.get("tensor_parallel", job.gpus)))  # one engine; a workstation's job holds all GPUs
+        seconds = rates.generation_seconds(self.study, run, len(temperatures), max(gpus, 1), self.site.gpu_type, self.measured)
         start = rates.START_SECONDS[rates.size_of(self.study, self.study.runs[run].model)]
         responses = share * rates.num_problems(self.study) * len(temperatures) * self.study.evaluation.samples
         tokens = responses * rates.RESPONSE_SHARE * self.study.evaluation.max_response_tokens

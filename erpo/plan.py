@@ -107,6 +107,12 @@ def _sources(estimator: Estimator, jobs: Sequence[Job]) -> list[str]:
             f"{rates.SAMPLING_EFFICIENCY:.0%} of {bandwidth:,.0f} GB/s in sampling (data sheets), "
             f"responses of {rates.RESPONSE_SHARE:.0%} of the limit"
         )
+        medium, large = (f"{rates.START_SECONDS[size]:.0f} s" for size in ("medium", "large"))
+        lines.append(
+            f"assumed: {medium} before a GPU job's first token ({large} above {rates.SIXTEEN_BILLION:.0f} billion parameters), "
+            f"{rates.GRADED_PER_SECOND:.0f} responses graded a second and core, "
+            f"downloads of {rates.DOWNLOAD_BYTES_PER_SECOND / 1e6:.0f} MB/s (erpo/rates.py)"
+        )
     elif not lines:
         lines.append("rates of a 2-core x86-64 VM without GPU (erpo/rates.py)")
     return lines

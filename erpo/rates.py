@@ -35,7 +35,7 @@ SAMPLING_ROWS = 256
 CACHE_BYTES_PER_TOKEN_AND_BILLION = 8_000.0
 """Key-value cache in bytes per token and billion parameters: Qwen2.5 7B has 57 kB, 32B 262 kB."""
 RESPONSE_SHARE = 0.3
-"""Mean response length as a share of the limit: assumed; a run's own metrics replace it."""
+"""Mean response length as a share of the limit: assumed; measured seconds and responses stand in place of what follows from it."""
 QUERY_TOKENS = 150.0
 """Mean query length with instruction and template on MATH: 130 to 170."""
 
@@ -46,7 +46,7 @@ CPU_SAMPLING_TOKENS = 6_000.0
 WARM_START_SECONDS = 90.0
 """Making the quickstart model there."""
 GRADED_PER_SECOND = 200.0
-"""Responses that one core grades in a second; long ones are fewer."""
+"""Responses that one core grades in a second: assumed; of long ones it is fewer."""
 
 START_SECONDS = {"small": 20.0, "medium": 180.0, "large": 600.0}
 """From the start of a job to its first token: imports, loading, engine start. Assumed for GPUs."""

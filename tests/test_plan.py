@@ -67,6 +67,19 @@ def test_a_changed_setting_is_named_with_both_values():
 
 
 @pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ([0.1, 0.2], [0.1, 0.2, 1.6], ["temperatures: [1.6] added"]),
+        ([0.1, 0.2], [0.2, 1.6], ["temperatures: [1.6] added, [0.1] removed"]),
+        ([0.1, 0.2], [0.2, 0.1], ["temperatures: [0.1, 0.2] -> [0.2, 0.1]"]),
+        ([0.1], [0.1], []),
+    ],
+)
+def test_of_a_list_only_what_came_and_went_is_named(old, new, words):
+    assert differences({"temperatures": old}, {"temperatures": new}) == words
+
+
+@pytest.mark.parametrize(
     ("reason", "words"),
     [
         ("Missing output files: a.json; Input files updated by another job: b.json", "new"),
@@ -125,6 +138,17 @@ def test_measured_rates_replace_the_assumed_ones(paper, tmp_path):
     cost = Estimator(paper, Site(), tmp_path).cost(job)
     assert cost.seconds == 180 + 240 * 110.0
     assert cost.gpu_hours == cost.seconds * 8 / 3600
+
+
+def test_a_job_that_holds_idle_gpus_samples_no_faster(paper, tmp_path):
+    """On a workstation a sampling job asks for all GPUs and its engine runs on one."""
+    wildcards = {"run": "erpo", "seed": "0", "step": "240", "shard": "upto0.5"}
+    one, holding = (
+        Job("generate", outputs=["x"], wildcards=wildcards, resources={"gpu": gpus, "tensor_parallel": "1"}) for gpus in ("1", "8")
+    )
+    estimator = Estimator(paper, Site(), tmp_path)
+    assert estimator.cost(holding).seconds == estimator.cost(one).seconds == rates.generation_seconds(paper, "erpo", 5, 1)
+    assert estimator.cost(holding).gpu_hours == 8 * estimator.cost(one).gpu_hours
 
 
 def test_an_interrupted_run_costs_what_is_left(paper, tmp_path):
