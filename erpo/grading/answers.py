@@ -83,7 +83,7 @@ def _content(inside: str) -> Box:
     """A box that prints nothing is empty; an oversized one is left as it is, for `excess` to refuse."""
     if len(inside) > MAX_ANSWER_CHARS:
         return Box(inside)
-    inside = unbox(inside).strip()
+    inside = re.sub(r"(?<!\\)\s+$", "", unbox(inside).lstrip())  # the blank of a `\ ` stays
     printed = re.sub(r"\\(?:text|mathrm|mbox|textbf)\b|\\[ ,;:!]|\\q?quad\b|[\s{}$~]", "", inside)
     return Box(inside) if printed else Box(None, "empty")
 

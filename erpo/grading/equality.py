@@ -10,12 +10,13 @@ import re
 from collections import Counter
 from collections.abc import Callable
 from fractions import Fraction
+from itertools import pairwise
 from typing import NamedTuple
 
 from erpo.grading.answers import ALTERNATIVE, TOLERANCE
 from erpo.grading.intervals import intervals
-from erpo.grading.latex import normalise, squeeze
-from erpo.grading.readings import Reading, read
+from erpo.grading.latex import normalise, split, squeeze
+from erpo.grading.readings import Reading, read, read_part
 from erpo.grading.units import canonical_unit, units_differ
 
 ROUNDING = Fraction(1, 2_000_000)
@@ -67,13 +68,28 @@ def _compare_one(gold: str, answer: str, leaf: Leaf) -> Equality:
         return Equality(True, "same text")
     outcome = Equality(False, "unreadable")
     for left, right in _reading_pairs(gold, answer):
-        if tolerant and left.value is not None and right.value is not None:
-            close = abs(left.value - right.value) <= Fraction(tolerant["size"])
-            return Equality(close, "declared tolerance")
+        if tolerant and left.value is not None:
+            return _compare_within(left, right, tolerant["size"], leaf)
         outcome = _compare(left, right, leaf)
         if outcome.equal:
             return outcome
     return outcome
+
+
+def _compare_within(gold: Reading, answer: Reading, size: str, leaf: Leaf) -> Equality:
+    """A number with a declared tolerance against a number, a named one, or an expression that comes to one."""
+    while answer.items and answer.kind in ("assignment", "relation"):
+        if _is_false(answer, leaf):
+            return Equality(False, "false equation")
+        answer = answer.items[-1]
+    assert gold.value is not None
+    if units_differ(gold.unit, answer.unit):
+        return Equality(False, "different units")
+    if answer.value is not None:
+        is_close = any(abs(left - right) <= Fraction(size) for left, right in _percent_readings(gold, answer))
+        return Equality(is_close, "declared tolerance")
+    is_close = answer.kind == "expression" and leaf(rf"{gold.latex} \tolerance{{{size}}}", answer.latex)
+    return Equality(is_close, "declared tolerance")
 
 
 _LABEL = re.compile(
@@ -81,7 +97,7 @@ _LABEL = re.compile(
     r"\\text\{\s*\(?(?P<c>[A-J])[).:]\s*(?P<z>[^\s{}][^{}]*)\}"
 )
 _CHOICE = re.compile(
-    r"(?:\\text\{\s*)?(?:option|choice|answer)?\s*(?:\\text\{\s*)?"
+    r"(?:\\text\{\s*)?(?:(?:option|choice|answer)\s*:?)?\s*(?:\\text\{\s*)?"
     r"(?:(?P<bare>[A-J])\)?|\(\s*(?:\\text\{\s*)?(?P<round>[A-J])(?:\s*\})?\s*\))[.:]?(?:\s*\})?[.:]?",
     re.IGNORECASE,
 )
@@ -149,9 +165,21 @@ def _compare_relations(gold: Reading, answer: Reading, leaf: Leaf) -> Equality |
         return Equality(equal, "equivalent relations" if equal else "different relations")
     if gold.kind == "assignment":
         return _compare(gold.items[0], answer, leaf)
+    if answer.items and _is_false(answer, leaf):
+        return Equality(False, "false equation")
     if answer.kind == "assignment" or (answer.kind == "relation" and answer.items):
         return _compare(gold, answer.items[0], leaf)
     return Equality(False, "a value is not a relation")
+
+
+_ARITHMETIC = re.compile(r"(?:\d|[-+*/^(){}!\s]|\\(?:frac|sqrt|cdot|times|div|binom)(?![a-zA-Z]))+")
+
+
+def _is_false(equation: Reading, leaf: Leaf) -> bool:
+    """Whether two sides side by side are plain arithmetic and differ: `3=5` does not state 5. Roundings are let pass."""
+    sides = [side if _ARITHMETIC.fullmatch(side) else "" for side in split(equation.latex, {"="})]
+    pairs = [(left, right) for left, right in pairwise(sides) if left and right]
+    return not all(_compare(read_part(left), read_part(right), leaf).equal for left, right in pairs)
 
 
 def _has_letters(reading: Reading) -> bool:
@@ -290,11 +318,17 @@ def _match(wanted: list[Reading], offered: list[Reading], leaf: Leaf) -> bool:
     return True
 
 
+_MATRIX_PRODUCT = re.compile(r"\\begin\{(\w*matrix)\}(?:(?!\\(?:begin|end)\{).)*\\end\{\1\}", re.DOTALL)
+
+
 def _compare_matrices(gold: Reading, answer: Reading, leaf: Leaf) -> Equality:
     if gold.kind == answer.kind:
         if len(gold.items) != len(answer.items):
             return Equality(False, "different shapes")
         equal = all(_in_order(left.items, right.items, leaf).equal for left, right in zip(gold.items, answer.items, strict=True))
+        return Equality(equal, "same matrices" if equal else "different matrices")
+    if "expression" in (gold.kind, answer.kind) and all(_MATRIX_PRODUCT.search(side.latex) for side in (gold, answer)):
+        equal = leaf(gold.latex, answer.latex)  # `\frac{1}{2}` before a matrix, a transpose, a product
         return Equality(equal, "same matrices" if equal else "different matrices")
     left, right = _vector(gold), _vector(answer)
     if left and right:
@@ -328,7 +362,7 @@ def _compare_numbers(gold: Reading, answer: Reading, leaf: Leaf) -> Equality | N
     percent_and_unit = gold.is_percent != answer.is_percent and canonical_unit(gold.unit + answer.unit)
     if percent_and_unit or units_differ(gold.unit, answer.unit):
         return Equality(False, "different units")
-    if "clock" in (gold.base, answer.base):
+    if "clock" in (gold.base, answer.base) and not {canonical_unit(gold.unit), canonical_unit(answer.unit)} <= {"am", "pm"}:
         is_time = gold.base == answer.base and (gold.value == answer.value or bool(gold.unit or answer.unit))
         return Equality(gold.value == answer.value, "times of day") if is_time else None
     if gold.base and answer.base and gold.base != answer.base:

@@ -52,7 +52,7 @@ class Reading:
 RELATIONS = {"=", "<", ">", r"\le", r"\ge", r"\ne", r"\in", r"\approx", r"\to", r"\equiv", r"\lt", r"\gt"}
 NAME = re.compile(
     r"(?:[a-zA-Z]|\\[a-zA-Z]+|\\text\{[^{}]*\}|[A-Z][a-z]{2,})(?:_(?:\w|\{[^{}]*\}))?'*(?:\^\{-1\})?(?:\s*\([\w\s,\\]*\))?|"
-    r"(?:m?\s*\\angle\s*|\\triangle\s*|\[|\|)?(?:[A-Z]\s*(?:_(?:\d|\{\d\}))?'?\s*){1,5}[\]|]?|\\overline\{[A-Z\s]+\}|\([a-z](?:\s*,\s*[a-z])+\)"
+    r"(?:m?\s*\\angle\s*|\\triangle\s*|\[|\|)?(?:[A-Z]\s*(?:_(?:\d|\{\d\}))?'?\s*){1,5}[\]|]?|\\overline\{[A-Z\s]+\}|\((?:[a-z]|\\[a-z]+)(?:\s*,\s*(?:[a-z]|\\[a-z]+))+\)"
 )
 CONSTANTS = {r"\pi", r"\infty", "e", "i"}
 
@@ -67,7 +67,8 @@ def read(text: str) -> tuple[Reading, ...]:
         text = normalise(whole[1])
         return (_read_words(text),) if re.search(r"[^\W\d_]{2}", text) and "\\" not in text else (_read(text),)
     if re.fullmatch(r"[-+]?(?:\\\$)?\d{1,3}(?:,\d{3})+(?:\.\d+)?[^\d,]*", text):
-        return _read_scalar(text.replace(",", "")), _read(text)
+        number = _read_scalar(text.replace(",", ""))
+        return (number,) if re.search(r",0", text) else (number, _read(text))  # nobody lists 000 or 045
     return (_read(text),)
 
 
@@ -117,6 +118,7 @@ def _is_name(text: str) -> bool:
 
 
 def _read_matrix(text: str) -> Reading | None:
+    text = re.sub(r"^[(\[]\s*(?=\\begin\{(?:matrix|array)\})(.*\\end\{(?:matrix|array)\})\s*[)\]]$", r"\1", text, flags=re.DOTALL)
     found = re.fullmatch(r"\\begin\{([pbB]?matrix|smallmatrix|array)\}(?:\{[lcr|\s]*\})?(.*)\\end\{\1\}", text, re.DOTALL)
     if found is None:
         return None
@@ -129,6 +131,7 @@ def _read_brackets(text: str) -> Reading | None:
     if text.startswith("\\{") and text.endswith("\\}") and is_one_group(text):
         inside = text[2:-2].strip()
         builder = split(inside, {"|", r"\mid", ":"})
+        builder[0] = re.sub(r"\s*\\in\s*\\mathbb\{R\}$", "", builder[0])
         if len(builder) > 1:
             condition = read_part(builder[1]) if len(builder) == 2 and NAME.fullmatch(builder[0]) else None
             return condition if condition is not None and condition.kind == "relation" else Reading("expression", text)
@@ -201,6 +204,8 @@ def _read_scalar(text: str) -> Reading:
 
 def _read_words(text: str) -> Reading:
     r"""Words: compared without case, spaces, punctuation and a leading article."""
+    if re.fullmatch(r"\s*[A-J](?:\s*,?\s*and\s+[A-J]|\s*,\s*[A-J])+\s*", text):
+        return Reading("list", text, tuple(_read_words(letter) for letter in re.findall(r"[A-J]", text)))
     if re.fullmatch(r"[^,;]*\w[^,;]*(?:[,;][^,;]*\w[^,;]*)+", text) and not re.search(r"\d", text):
         parts = [part.strip() for part in re.split(r"[,;]|\band\b", text) if part.strip()]
         return Reading("list", text, tuple(_read_words(part) for part in parts))

@@ -23,7 +23,7 @@ ZERO = 1e-12
 """Below this a value may be a zero with rounding."""
 
 _SPACING = re.compile(r"\\[,;:! ]|~|\\q?quad\b|\\displaystyle\b|\\left\b|\\right\b|\\[bB]igg?[lr]?\b|\\?\$")
-_DEGREES = re.compile(r"\^\s*\{?\s*\\circ\s*\}?\s*(?:\\(?:text|mathrm)\{\s*[CF]\s*\}|[CF]\b)?|\\degree\b|°")
+_DEGREES = re.compile(r"(?:\^\s*\{?\s*\\circ\s*\}?|\\degree\b|°)\s*(?:\\(?:text|mathrm)\{\s*[CF]\s*\}|[CF]\b)?")
 _WRAPPED = re.compile(r"\\(?:text\w*|mbox|mathrm|mathbf|operatorname)\{([^{}]*)\}")
 _TOKEN = re.compile(r"\d+\.?\d*|\.\d+|\\[a-zA-Z]+|\\.|[a-zA-Z]|[^\s]")
 _GREEK = re.compile(
@@ -73,8 +73,8 @@ def _clean(text: str) -> tuple[str, str]:
 
 
 _OUT_OF_SCOPE = re.compile(
-    r"\\(?:text)?color|\\underline|\\fbox|\\(?:bf|it|rm|Large|large)\b|(?<![\\a-zA-Z])(?:sqrt|pi|sin|cos|tan|log|ln|exp|inf)(?![a-zA-Z])|"
-    r"^\(\(|\d\s+\(|\.\.|\\cup|matrix|<|>|\\le\b|\\ge|\\pm|\\in\b|_|:|;|\\boxed|\b(?:and|or|not|maybe)\b|\d\s+\d|[\d}]\s*[a-zA-Z]{2,}$|\d\s+[a-zA-Z]{2,}|^\(?[A-J]\)?[.:)\s].*\w|[^\x00-\x7f]"
+    r"\\(?:text)?color|\\underline|\\fbox|\\(?:bf|it|rm|Large|large)\b|(?<![\\a-zA-Z])(?:sqrt|pi|sin|cos|tan|cis|log|ln|exp|inf)(?![a-zA-Z])|"
+    r"^\(\(|\d\s+\(|\.\.|\\cup|\\begin|matrix|<|>|\\le\b|\\ge|\\pm|\\in\b|_|:|;|\)=|\\frac\{?d[}\d]|\\(?:text|mathrm)\w*\{[^{}]*\}\^|\d\s+[a-zA-Z]+/|\\boxed|\b(?:and|or|not|maybe)\b|\d\s+\d|[\d}]\s*[a-zA-Z]{2,}$|\d\s+[a-zA-Z]{2,}|^\(?[A-J]\)?[.:)\s].*\w|[^\x00-\x7f]"
 )
 """What this checker does not try to understand."""
 
@@ -194,6 +194,8 @@ def _same_value(one: str, other: str) -> bool | None:
 
 
 def _close(left: complex, right: complex) -> bool | None:
+    if isinstance(left, int) and isinstance(right, int):
+        return left == right
     if not (cmath.isfinite(left) and cmath.isfinite(right)):
         return None
     gap, size = abs(left - right), max(abs(left), abs(right))
@@ -213,6 +215,20 @@ def _evaluate(text: str) -> complex:
     if reader.tokens:
         raise ValueError(f"left over: {reader.tokens}")
     return value
+
+
+MAX_EXACT = 1_000
+"""Bases, exponents and arguments of factorials up to this stay integers."""
+
+
+def _raise(base: complex, exponent: complex) -> complex:
+    is_exact = isinstance(base, int) and isinstance(exponent, int) and abs(base) <= MAX_EXACT and 0 <= exponent <= MAX_EXACT
+    return base**exponent if is_exact else complex(base) ** exponent
+
+
+def _factorial(value: complex) -> complex:
+    is_exact = isinstance(value, int) and 0 <= value <= MAX_EXACT
+    return math.factorial(value) if is_exact else math.gamma(value.real + 1)
 
 
 class _Reader:
@@ -268,7 +284,7 @@ class _Reader:
     def power(self) -> complex:
         value = self.atom()
         while self.peek() in ("^", "!"):
-            value = math.gamma(value.real + 1) if self.take() == "!" else complex(value) ** self.exponent()
+            value = _factorial(value) if self.take() == "!" else _raise(value, self.exponent())
         return value
 
     def exponent(self) -> complex:
@@ -320,6 +336,8 @@ class _Reader:
             return math.gamma(top + 1) / math.gamma(bottom + 1) / math.gamma(top - bottom + 1)
         if token in _FUNCTIONS:
             power = self.argument() if self.peek() == "^" and self.take() else 1
+            if power == -1:
+                raise ValueError("an inverse function or a reciprocal")
             return complex(_FUNCTIONS[token](self.power() if self.peek() in ("(", "{", "[") else self.product())) ** power
         constants = {"\\pi": math.pi, "e": math.e, "i": 1j, "\\imath": 1j}
         if token in constants:

@@ -14,7 +14,7 @@ l liter litre, ml milliliter millilitre, gal gallon, quart, pint, cup
 dollar usd buck, cent penny, euro eur, rupee, yuan, yen
 degree deg degrees, radian rad, arcsecond arcsec, arcminute arcmin, degreec celsius, degreef fahrenheit, k kelvin
 hz hertz, khz, mhz, ghz, j joule, kj, cal calorie, kcal, w watt, kw, n newton, pa pascal, kpa, atm, bar, ev, kev, mev, erg
-mol mole, amu, c coulomb, v volt, ohm, t tesla, f farad, dyne dyn, acre, hectare ha, unit
+mol mole, amu, c coulomb, v volt, ohm, kohm, t tesla, f farad, dyne dyn, acre, hectare ha, unit
 """
 _CANONICAL = {spelling: names.split()[0] for names in re.split(r"[,\n]", _SPELLINGS) if names.strip() for spelling in names.split()}
 _COMPOSITE = {"mph": "mile/hour", "kmph": "km/hour", "kmh": "km/hour", "kph": "km/hour"}
@@ -23,7 +23,7 @@ UNWRAPPED_UNITS = frozenset(
     for spelling in [*_CANONICAL, *_COMPOSITE]
     if len(spelling) > 1 and spelling not in ("in", "au", "pc", "am", "pm", "ms", "ha", "ev", "pa")
     for word in (spelling, spelling + "s", spelling.capitalize(), spelling.upper())
-)
+) | {"eV"}
 """Units that are recognised after a number without a text command. Single letters are variables there (`6m` is 6·m)."""
 _ANY = "unit"
 

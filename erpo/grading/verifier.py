@@ -24,6 +24,7 @@ from latex2sympy2_extended import NormalizationConfig
 from math_verify import LatexExtractionConfig, parse, verify
 from sympy import Expr, Float, I, Symbol
 
+from erpo.grading.answers import TOLERANCE
 from erpo.grading.equality import RELATIVE_ROUNDING, ROUNDING, compare
 from erpo.grading.latex import normalise
 
@@ -59,6 +60,11 @@ _CONFIGURATION = [
 
 
 _FOR_PARSER = (
+    (  # `2(3)` is read as 2+3 otherwise
+        re.compile(r"(?<![\w^}{\\.])(?:\d+(?:\.\d+)?|\(\d+(?:\.\d+)?\))(?:\s*\(\d+(?:\.\d+)?\))+"),
+        lambda found: found[0][0] + found[0][1:].replace("(", r" \cdot ("),
+    ),
+    (re.compile(r"\\text\{\s*cis\s*\}\s*\(([^()]*)\)"), r"(\\cos(\1)+i \\sin(\1))"),
     (re.compile(r"(\d+(?:\.\d+)?)\s*\^\\circ"), r"(\\frac{\1 \\pi}{180})"),  # within an expression: `\sin 30^\circ`
     (re.compile(r"(?<![a-zA-Z\\])([Ee])(?=_)"), r"\\Xi "),  # a subscripted e is a name, not Euler's number
     (re.compile(r"(?<=[a-zA-Z])('+)_\{?(\w+)\}?"), lambda found: "_{" + "q" * len(found[1]) + found[2] + "}"),
@@ -81,9 +87,13 @@ def equivalent(gold: str, answer: str) -> bool:
     """Whether two expressions are equal: evidently unequal numbers first, then math-verify, in both directions."""
     if len(_DROPPED.findall(gold)) != len(_DROPPED.findall(answer)):
         return False
-    left, right = _parse(gold), _parse(answer)
+    tolerant = TOLERANCE.match(gold)
+    left, right = _parse(tolerant["gold"] if tolerant else gold), _parse(answer)
     if not left or not right:
         return False
+    if tolerant:
+        values = [_value(side, {}) if isinstance(side, Expr) else None for side in (left[0], right[0])]
+        return None not in values and bool(abs(values[0] - values[1]) <= float(tolerant["size"]))
     decided = numerically(left[0], right[0])
     if decided is not None:
         return decided
@@ -117,13 +127,15 @@ def numerically(left: Any, right: Any) -> bool | None:
     """
     if not (isinstance(left, Expr) and isinstance(right, Expr)):
         return None
-    unknowns = sorted(left.free_symbols | right.free_symbols, key=str)
-    is_complex = [str(unknown) for unknown in unknowns] == ["i"]  # math-verify leaves the imaginary unit a letter
+    symbols = left.free_symbols | right.free_symbols
+    unknowns = sorted({str(symbol) for symbol in symbols})  # by name: one letter may be two symbols, real and not
+    is_complex = unknowns == ["i"]  # math-verify leaves the imaginary unit a letter
     if not is_complex and (isinstance(left, Symbol) or isinstance(right, Symbol)):
         return None
     if len(unknowns) > len(_POINTS):
         return None
-    one, other = (_value(side, dict(zip(unknowns, [I] if is_complex else _POINTS, strict=False))) for side in (left, right))
+    points = dict(zip(unknowns, [I] if is_complex else _POINTS, strict=False))
+    one, other = (_value(side, {symbol: points[str(symbol)] for symbol in side.free_symbols}) for side in (left, right))
     if one is None or other is None:
         return None
     gap, size = abs(one - other), max(abs(one), abs(other))
@@ -141,6 +153,8 @@ def numerically(left: Any, right: Any) -> bool | None:
 def _value(expression: Expr, values: dict[Any, float]) -> Any:
     """A finite complex number of `_DIGITS` digits, or None."""
     try:
+        if I in values.values():  # left to evalf, i keeps its real and imaginary part unknown
+            expression, values = expression.subs(values), {}  # type: ignore[attr-defined]
         value = expression.evalf(_DIGITS, subs=values)  # type: ignore[attr-defined]
     except _NOT_EVALUABLE:
         return None
