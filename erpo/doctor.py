@@ -264,7 +264,8 @@ def check(settings: Sequence[str], *, profile: str = "slurm", on_node: bool = Fa
     findings = examine(study, choice.site, results=Path("results"), data_dir=data_dir, on_slurm=choice.on_slurm)
     if on_node and choice.on_slurm:
         findings.append(start_on_node(choice.site, _NODE_SECONDS))
-    return [f"study {study.name}", *report(findings)], sum(finding.state == "fault" for finding in findings)
+    head = f"study {study.name}, jobs {'through Slurm' if choice.on_slurm else 'on this machine'}"
+    return [head, *report(findings)], sum(finding.state == "fault" for finding in findings)
 
 
 def report(findings: Sequence[Finding]) -> list[str]:

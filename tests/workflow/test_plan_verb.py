@@ -82,6 +82,7 @@ def test_doctor_finds_what_is_missing_and_says_the_fix(fresh):
 def test_doctor_is_content_with_the_small_study(fresh):
     done = erpo(fresh, "doctor", "--profile", "none", "--config", "study=quickstart")
     assert done.returncode == 0, done.stdout
+    assert done.stdout.startswith("study quickstart, jobs on this machine\n")
     assert done.stdout.rstrip().endswith("nothing stands in the way")
 
 
@@ -127,6 +128,12 @@ def test_a_profile_that_is_nowhere_is_one_sentence(fresh):
         2,
         "erpo doctor: profile 'sulrm' not found here or in ~/.config/snakemake; there are slurm, workstation, none\n",
     )
+
+
+def test_the_workstation_is_not_asked_for_a_queue(fresh):
+    done = erpo(fresh, "doctor", "--profile", "workstation", "--config", "study=quickstart")
+    assert done.returncode == 0, done.stdout
+    assert "Slurm" not in done.stdout
 
 
 def test_a_profile_in_the_home_folder_brings_its_own_site(fresh, monkeypatch, tmp_path):
