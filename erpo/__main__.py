@@ -243,8 +243,12 @@ def inspect(args: argparse.Namespace) -> None:
 
     filters = {name: getattr(args, name) for name in ("benchmark", "temperature", "verdict", "disagreement", "limit")}
     where = find_samples(args.samples, args.markers, args.benchmarks, args.store)
+    is_empty = True
     for sample in inspect_samples(**where, **filters):
         print(sample)
+        is_empty = False
+    if is_empty:
+        print("no such sample", file=sys.stderr)
 
 
 def verdicts(args: argparse.Namespace) -> None:

@@ -357,8 +357,17 @@ def regrade_scores(
 
     Returns:
         how many samples changed their verdict, by `old -> new`; empty where none did.
+
+    Raises:
+        ValueError: there are no scores, or the store lacks samples: the scores stay as they are.
     """
     old, facts = read_scores(scores)
+    absent, number = read_markers(markers, store, {name: read_queries(path) for name, path in benchmarks.items()}).absent()
+    if absent:
+        raise ValueError(
+            f"{len(absent)} of {number} parts of the samples are not in the store {store} (the first: {absent[0].name}), so "
+            f"nothing was graded: name the right --store, or generate them again; {scores} is as it was"
+        )
     score_samples(markers=markers, benchmarks=benchmarks, store=store, out=scores, provenance=facts["spec"], workers=workers)
     changes = changed_verdicts(old, read_scores(scores)[0])
     logger.info(

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from erpo.checkpoint import read_json
+from erpo.checkpoint import read_marker
 from erpo.config import temperature_label
 from erpo.records import Grade, Query, Verdict, read_queries
 from erpo.rewards import Grader
@@ -55,32 +55,46 @@ def find_samples(
     Args:
         place: `results/STUDY/samples/RUN/seedS/stepN`, or the scores file of the same checkpoint.
         markers: what `generate_samples` left; where given, `benchmarks` and `store` must be too.
-        benchmarks: queries (parquet), named by their file.
-        store: root of the sample store.
+        benchmarks: queries (parquet), named by their file; instead of those found from the place.
+        store: root of the sample store; instead of the one found from the place.
 
     Raises:
         ValueError: too little is given, there are no samples, or no benchmark has the prompts that they answer.
     """
-    if markers and store is not None:
-        return {"markers": markers, "benchmarks": {path.stem: path for path in benchmarks}, "store": store}
+    given = {path.stem: path for path in benchmarks}
+    if markers and given and store is not None:
+        return {"markers": markers, "benchmarks": given, "store": store}
     if place is None or markers:
         raise ValueError(
-            "give the folder of the samples (results/STUDY/samples/RUN/seedS/stepN), or --markers, --benchmarks, --store"
+            "give the folder of the samples (results/STUDY/samples/RUN/seedS/stepN), or all of --markers, --benchmarks, --store"
         )
-    return _beside(place.absolute())
-
-
-def _beside(folder: Path) -> dict[str, Any]:
-    if folder.suffix == ".parquet":
-        folder = folder.parents[3] / "samples" / folder.parts[-3] / folder.parts[-2] / folder.stem
-    markers = sorted(folder.glob("*.json"))
-    if not markers:
+    folder = _samples_folder(place.absolute())
+    found = sorted(folder.glob("*.json"))
+    study = folder.parents[3] if len(folder.parents) > 3 else None
+    if not found or study is None:
         raise ValueError(
             f"no samples at {folder}: give the folder of a checkpoint's markers, results/STUDY/samples/RUN/seedS/stepN"
         )
-    study = folder.parents[3]
+    named = given or _benchmarks_of(found[0], study)
+    return {"markers": found, "benchmarks": named, "store": study / "store" if store is None else store}
+
+
+def _samples_folder(place: Path) -> Path:
+    """The folder of the markers behind a scores file; any other place is one itself."""
+    if place.suffix != ".parquet":
+        return place
+    *study, kind, run, seed, name = ("", "", "", *place.parts)  # a place of any depth can be taken apart
+    if kind != "scores":
+        raise ValueError(
+            f"{place} does not lie where a study keeps its scores (results/STUDY/scores/RUN/seedS/stepN.parquet): "
+            "name the samples with --markers, --benchmarks and --store"
+        )
+    return Path(*study, "samples", run, seed, Path(name).stem)
+
+
+def _benchmarks_of(marker: Path, study: Path) -> dict[str, Path]:
     benchmarks: dict[str, Path] = {}
-    for name, prompts in read_json(markers[0])["prompts"].items():
+    for name, prompts in read_marker(marker, "prompts")["prompts"].items():
         known = sorted(study.glob(f"data/*/benchmarks/{name}.parquet"))
         path = next((path for path in known if hash_prompts(read_queries(path)) == prompts), None)
         if path is None:
@@ -88,7 +102,7 @@ def _beside(folder: Path) -> dict[str, Any]:
                 f"no benchmark {name} with the prompts of these samples in {study / 'data'}: name it with --benchmarks"
             )
         benchmarks[name] = path
-    return {"markers": markers, "benchmarks": benchmarks, "store": study / "store"}
+    return benchmarks
 
 
 def verdict_table(scores: Sequence[Path]) -> str:
@@ -144,10 +158,16 @@ def inspect_samples(
         workers: most processes of the grader.
 
     Raises:
-        ValueError: an unknown benchmark, temperature or verdict, or prompts that changed since the samples were drawn.
+        ValueError: an unknown benchmark, temperature or verdict, no samples in the store, or prompts that changed since they
+            were drawn.
     """
     every = {name: read_queries(path) for name, path in benchmarks.items()}
     holdings = read_markers(markers, store, every)
+    absent, number = holdings.absent()
+    if number and len(absent) == number:
+        raise ValueError(f"none of the {number} parts of these samples is in the store {store}: name the right one with --store")
+    if limit is not None and limit < 1:
+        raise ValueError(f"--limit must be at least 1, found {limit}")
     _one_of("benchmark", benchmark, list(every))
     _one_of("temperature", temperature, holdings.temperatures)
     _one_of("verdict", verdict, [str(name) for name in Verdict])

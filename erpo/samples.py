@@ -24,7 +24,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from erpo.checkpoint import read_json, write_atomic
+from erpo.checkpoint import read_marker, write_atomic
 from erpo.config import digest, temperature_label
 from erpo.records import Query, Rollout, derive_seed
 
@@ -215,6 +215,14 @@ class Holdings:
         """Parts that hold samples of one temperature; none where it was not asked for."""
         return [self.store / name for name in self.parts_at.get(temperature_label(temperature), ())]
 
+    def absent(self) -> tuple[list[Path], int]:
+        """Parts that are not in the store, and how many there should be in all."""
+        parts = [part for temperature in self.temperatures for part in self.parts(temperature)]
+        return [part for part in parts if not part.is_file()], len(parts)
+
+
+_MARKER_FACTS = ("policy_hash", "seed", "samples", "sampling", "prompts", "holdings", "temperatures")
+
 
 def read_markers(markers: Sequence[Path], store: Path, queries: Mapping[str, Sequence[Query]]) -> Holdings:
     """Read the markers of a checkpoint's shards.
@@ -227,7 +235,7 @@ def read_markers(markers: Sequence[Path], store: Path, queries: Mapping[str, Seq
     Raises:
         ValueError: no marker, shards that do not belong together, or prompts that changed since the samples were drawn.
     """
-    shards = [read_json(path) for path in markers]
+    shards = [read_marker(path, *_MARKER_FACTS) for path in markers]
     if not shards:
         raise ValueError("no samples given: name the markers of the shards (rule generate)")
     first = shards[0]

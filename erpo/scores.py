@@ -175,12 +175,20 @@ def read_scores(path: Path) -> tuple[pa.Table, dict[str, Any]]:
     """Scores and their provenance.
 
     Raises:
-        ValueError: the file is missing or damaged.
+        ValueError: the file is missing, damaged, or holds something else.
     """
     if not path.is_file():
         raise ValueError(f"no scores at {path}; grade the samples first (rule score)")
     try:
         table = pq.read_table(path)
-        return table, json.loads(table.schema.metadata[METADATA])
-    except (pa.ArrowInvalid, OSError, KeyError, TypeError) as error:
+        facts = json.loads((table.schema.metadata or {}).get(METADATA, b"null"))
+    except (pa.ArrowInvalid, OSError, json.JSONDecodeError) as error:
         raise ValueError(f"{path} is damaged ({error}); delete it and run the rule score again") from error
+    lacking = [name for name in SCHEMA.names if name not in table.column_names]
+    if lacking or not isinstance(facts, dict):
+        what = f"the columns {', '.join(lacking)}" if lacking else "their provenance in its metadata"
+        raise ValueError(f"{path} holds no scores: it lacks {what}; name a file that the rule score made")
+    unknown = set(table["verdict"].unique().to_pylist()) - {str(kind) for kind in Verdict}
+    if unknown:
+        raise ValueError(f"{path} holds unknown verdicts ({', '.join(sorted(map(str, unknown)))}); run the rule score again")
+    return table, facts

@@ -257,6 +257,21 @@ def test_regrading_needs_no_policy_and_follows_the_gold(study):
     assert sorted(study.store.rglob("*")) == parts
 
 
+def test_a_store_without_the_samples_leaves_scores_as_they_are(study):
+    study.generate(samples=2)
+    study.score(samples=2)
+    scores = study.root / "scores/step0.parquet"
+    before = scores.read_bytes()
+    empty = {"markers": [study.root / "m.json"], "benchmarks": study.benchmarks, "store": study.root / "nowhere"}
+    with pytest.raises(ValueError, match=r"parts of the samples are not in the store .*nowhere"):
+        regrade_scores(scores=scores, **empty)
+    assert scores.read_bytes() == before
+    with pytest.raises(ValueError, match=r"none of the \d+ parts of these samples is in the store"):
+        inspect_samples(**empty)
+    with pytest.raises(ValueError, match="--limit must be at least 1, found 0"):
+        look(study, limit=0)
+
+
 def test_fewer_samples_are_scored_than_there_are(study):
     study.generate(samples=8)
     table, facts = study.score(samples=2)

@@ -1,5 +1,7 @@
 """What a person sees of verdicts: the table by benchmark, and samples found from where they lie."""
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from erpo.__main__ import main
@@ -64,6 +66,8 @@ def test_samples_are_found_from_where_they_lie(tmp_path):
         "store": tmp_path / "store",
     }
     assert find_samples(folder) == find_samples(tmp_path / "scores/erpo/seed0/step5.parquet") == expected
+    elsewhere = find_samples(folder, (), [tmp_path / "b/amc.parquet"], tmp_path / "s")
+    assert elsewhere == {**expected, "benchmarks": {"amc": tmp_path / "b/amc.parquet"}, "store": tmp_path / "s"}
     given = find_samples(None, [folder / "upto1.0.json"], [tmp_path / "b/amc.parquet"], tmp_path / "s")
     assert given == {
         "markers": [folder / "upto1.0.json"],
@@ -82,3 +86,29 @@ def test_what_is_not_there_is_named(tmp_path, capsys):
     write_json(folder / "all.json", {"prompts": {"amc": "0"}})
     assert main(["inspect", str(folder)]) == 2
     assert "no benchmark amc with the prompts of these samples" in capsys.readouterr().err
+
+
+def test_a_place_that_holds_no_samples_is_one_sentence(tmp_path, capsys):
+    place = tmp_path / "step5.parquet"
+    for arguments, sentence in [
+        (["inspect", "/"], "no samples at /"),
+        (["inspect", str(place)], f"{place} does not lie where a study keeps its scores"),
+        (["regrade", "--scores", str(place)], f"{place} does not lie where a study keeps its scores"),
+        (["inspect", "--markers", "m.json", "--store", str(tmp_path)], "all of --markers, --benchmarks, --store"),
+    ]:
+        assert main(arguments) == 2
+        assert sentence in capsys.readouterr().err
+
+
+def test_files_that_are_no_scores_are_named(tmp_path, capsys):
+    table = pq.read_table(scores_file(tmp_path))
+    verdict = table.schema.get_field_index("verdict")
+    spoilt = {
+        "holds no scores: it lacks the columns verdict;": table.drop(["verdict"]),
+        "holds unknown verdicts (perhaps);": table.set_column(verdict, "verdict", pa.array(["perhaps"] * len(table))),
+        "it lacks their provenance": table.replace_schema_metadata(),
+    }
+    for sentence, content in spoilt.items():
+        pq.write_table(content, tmp_path / "spoilt.parquet")
+        assert main(["verdicts", str(tmp_path / "spoilt.parquet")]) == 2
+        assert sentence in capsys.readouterr().err

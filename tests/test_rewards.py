@@ -69,7 +69,7 @@ def test_second_opinion_never_contradicts_a_written_rule(grader):
     grades = grader.grade([box(rule["answer"]) for rule in RULES], [rule["gold"] for rule in RULES])
     contradicted = [rule for rule, g in zip(RULES, grades, strict=True) if g.second_opinion not in (None, rule["correct"])]
     assert [rule["answer"] for rule in contradicted] == ["28+x-x"]  # it lets unknowns cancel
-    assert sum(grade.second_opinion is not None for grade in grades) > 0.42 * len(RULES)
+    assert sum(grade.second_opinion is not None for grade in grades) > 0.4 * len(RULES)
 
 
 def test_rules_of_the_documentation_are_the_rules_of_the_fixture():

@@ -357,8 +357,10 @@ def _compare_numbers(gold: Reading, answer: Reading, leaf: Leaf) -> Equality | N
     if len(infinite) == 2:
         return Equality(False, "opposite infinities")
     if gold.value is None or answer.value is None:
-        is_settled = "number" in (gold.kind, answer.kind) and any(_UNKNOWN.search(_plain(side)) for side in (gold, answer))
-        return Equality(False, "a number has no unknowns") if is_settled else None
+        if "number" in (gold.kind, answer.kind) and any(_UNKNOWN.search(_plain(side)) for side in (gold, answer)):
+            return Equality(False, "a number has no unknowns")
+        is_hedged = 0 in (gold.value, answer.value) and any(_WORDS.search(side.latex) for side in (gold, answer))
+        return Equality(False, "words left over") if is_hedged else None  # 0 times any word is 0 to the parser
     percent_and_unit = gold.is_percent != answer.is_percent and canonical_unit(gold.unit + answer.unit)
     if percent_and_unit or units_differ(gold.unit, answer.unit):
         return Equality(False, "different units")
@@ -376,6 +378,7 @@ _UNKNOWN = re.compile(
     r"inf(?:ty|inity)?|choose|deg|floor|ceil|abs)(?![a-zA-Z]))[a-zA-Z]+|\\(?:alpha|beta|gamma|theta|lambda|mu|omega|phi)(?![a-zA-Z])"
 )
 """A letter or a run of them that is no function written without its backslash."""
+_WORDS = re.compile(r"\\text\{[^{}]*[a-zA-Z]{2}")
 _BINDER = re.compile(r"\\(?:sum|prod|i{1,3}nt|lim)(?![a-zA-Z])")
 """What binds a letter, so that it is no unknown."""
 

@@ -133,7 +133,8 @@ def _read_brackets(text: str) -> Reading | None:
         builder = split(inside, {"|", r"\mid", ":"})
         builder[0] = re.sub(r"\s*\\in\s*\\mathbb\{R\}$", "", builder[0])
         if len(builder) > 1:
-            condition = read_part(builder[1]) if len(builder) == 2 and NAME.fullmatch(builder[0]) else None
+            is_of_name = len(builder) == 2 and NAME.fullmatch(builder[0]) and builder[0].strip() in builder[1]
+            condition = read_part(builder[1]) if is_of_name else None
             return condition if condition is not None and condition.kind == "relation" else Reading("expression", text)
         parts = [part for part in split(inside, {",", ";"}) if part]
         return Reading("set", text, tuple(item for part in parts for item in _expand(part)))
