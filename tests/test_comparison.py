@@ -1,5 +1,6 @@
 """Ours beside the paper: every reported number once, verdicts with reasons, statements as predicates."""
 
+import re
 from collections import Counter
 
 import numpy as np
@@ -49,7 +50,7 @@ def test_a_number_in_our_interval_agrees_and_one_outside_differs_by_how_much(tmp
 def test_missing_samples_allow_no_verdict(tmp_path):
     found, _ = compare(tmp_path, [entry(0.5)], keep=lambda cell: cell != Cell("erpo", 0, 20))
     assert found.iloc[0]["verdict"] == INCOMPARABLE
-    assert found.iloc[0]["why"] == "samples are missing"
+    assert found.iloc[0]["why"] == "samples are missing: run `snakemake results/small/scores/erpo/seed0/step20.parquet`"
     nothing, _ = compare(tmp_path / "none", [entry(0.5)], keep=lambda cell: cell.run != "erpo")
     assert "snakemake results/small/scores/erpo/seed0/step20.parquet" in nothing.iloc[0]["why"]
 
@@ -174,7 +175,28 @@ def test_a_run_that_keeps_more_of_its_best_than_another(tmp_path):
 def test_statements_without_their_curves_are_not_judged(tmp_path):
     found, _ = compare(tmp_path, statements=[statement("high_band_first"), statement("explodes", metric="kl/query", step=480)])
     assert list(found["verdict"]) == [INCOMPARABLE, INCOMPARABLE]
-    assert "2 complete checkpoints" in found.iloc[0]["why"]
+    assert "2 checkpoints with both bands; needs 3" in found.iloc[0]["why"]
+
+
+def test_a_statement_is_not_judged_on_the_rest_of_its_curve(tmp_path):
+    run = long_run(tmp_path, [0.6, 0.6, 0.6, 0.2], [0.5, 0.3, 0.1, 0.05])
+    said = [statement("high_band_first"), statement("collapses", step=480), statement("query_kl_outgrows", step=600)]
+    whole = judged(tmp_path, **run, entries=[], statements=said)
+    assert list(whole["verdict"]) == [HOLDS, HOLDS, FAILS]
+    run["scores"] = run["scores"][:3]  # step 600 is gone
+    found = judged(tmp_path, **run, entries=[], statements=said)
+    assert list(found["verdict"]) == [INCOMPARABLE, INCOMPARABLE, FAILS]  # the last looks at training alone
+    for why in found["why"][:2]:
+        assert why == "samples are missing: run `snakemake results/small/scores/grpo/seed0/step600.parquet`"
+
+
+def test_a_training_metric_that_a_seed_lacks_allows_no_verdict(tmp_path):
+    study = study_with(tmp_path, TABLE)
+    scores, markers = make_results(tmp_path, study)
+    inputs = inputs_of(study, "ours", scores, markers)
+    inputs["markers"] = [path for path in inputs["markers"] if path != markers[Cell("erpo", 1, 20)]]
+    found = judged(tmp_path, inputs.pop("spec"), [entry(0.1, metric="kl/query")], [], **inputs)
+    assert (found.iloc[0]["verdict"], found.iloc[0]["why"]) == (INCOMPARABLE, "logged by 1 of 2 seeds")
 
 
 # --- the shipped file --------------------------------------------------------------------------------------------------
@@ -213,5 +235,10 @@ def test_the_shipped_comparison_is_a_table_like_any_other(tmp_path):
     assert frame["why"].notna().all()
     text = (tmp_path / "ours.md").read_text()
     assert "| main.avg.erpo" in text
+    settings = sum("setting" in row for row in shipped["entries"])
+    numbers, statements = len(shipped["entries"]) - settings, len(shipped["statements"])
+    parts = rf"- {numbers} numbers: .*; {settings} settings: .*; {statements} statements: .*not comparable\."
+    assert re.search(parts, text)  # settings agree by construction, so they are counted apart
+    assert "| number " in text
     assert "long.grpo-high-first" in text
     assert all((tmp_path / f"ours.{ending}").is_file() for ending in ("tex", "parquet", "json"))

@@ -106,7 +106,7 @@ def test_long_runs_show_bands_at_checkpoints_and_the_untrained_run_as_a_level(re
     assert [panel.title for panel in picture.panels] == [
         "low band (T=0.5-1.0)",
         "high band (T=1.3)",
-        "all temperatures (T=0.5-1.3)",
+        "all temperatures",
     ]
     assert frame[frame["run"] == "erpo"]["x"].unique().tolist() == [10, 20]
     assert frame[frame["run"] == "base"]["style"].unique().tolist() == ["level"]
@@ -115,10 +115,10 @@ def test_long_runs_show_bands_at_checkpoints_and_the_untrained_run_as_a_level(re
 def test_dynamics_have_one_set_of_panels_per_horizon(results):
     picture, frame = drawn(results, "dynamics")
     titles = [panel.title for panel in picture.panels]
-    assert "Query-KL, to step 10" in titles
-    assert "Entropy, to step 20" in titles
-    assert frame[frame["panel"] == "Query-KL, to step 10"]["x"].max() == 10
-    assert any("Not measured in these runs: Evaluation in training, T=1" in note for note in picture.notes)
+    assert "Query-KL, to 10" in titles
+    assert "Entropy, to 20" in titles
+    assert frame[frame["panel"] == "Query-KL, to 10"]["x"].max() == 10
+    assert any("Not measured in these runs: Evaluation, T=1" in note for note in picture.notes)
 
 
 def test_the_gap_is_training_minus_benchmarks(results):
@@ -180,6 +180,23 @@ def test_runs_drawn_together_differ_in_colour_and_in_grey():
 def test_a_run_looks_the_same_in_every_figure():
     alone, together = looks(["erpo"]), looks(["base", "grpo", "erpo"])
     assert alone["erpo"] == together["erpo"]
+
+
+def test_the_same_method_on_another_model_looks_the_same_and_no_two_runs_do_in_one_figure():
+    small, large = looks(["base", "grpo", "erpo"]), looks(["base-32b", "grpo-32b", "erpo-32b"])
+    assert list(small.values()) == list(large.values())
+    both = looks([*small, *large])
+    assert len(set(map(str, both.values()))) == 6
+    assert set(load_style().same_look) <= set(load_study("paper", ROOT).runs)
+
+
+def test_figures_fill_the_width_of_a_page_so_that_letters_print_at_their_size():
+    steps = np.arange(1, 11, dtype=float)
+    style = load_style()
+    with mpl.rc_context(settings(style)):
+        for count in range(1, 10):
+            panels = [Panel(str(number), "step", "KL", [Line("grpo", steps, steps, steps, steps)]) for number in range(count)]
+            assert draw(Picture(panels, []), ["grpo"], style).get_size_inches()[0] <= 7.0, count
 
 
 def test_nothing_is_cut_off_and_labels_do_not_overlap(results):

@@ -2,6 +2,10 @@
 
 import hashlib
 import json
+import re
+import shutil
+import subprocess
+from contextlib import nullcontext
 
 import numpy as np
 import pandas as pd
@@ -12,6 +16,7 @@ from erpo.config import Cell
 from erpo.paper.aggregate import read_facts
 from erpo.paper.notes import checkpoint_rule
 from erpo.paper.tables import headline, make_table
+from erpo.paper.typeset import Block, Entry, Sheet, latex, markdown
 from erpo.scores import write_scores
 from tests.synthetic import inputs_of, log_rows, make_results, study_with
 
@@ -279,6 +284,67 @@ def test_latex_is_balanced_and_escaped(tmp_path):
     rows = [line for line in text.splitlines() if line.endswith(r"\\") and "multicolumn" not in line]
     assert {line.count(" & ") for line in rows} == {3}
     assert text.count("{") == text.count("}")
+
+
+def test_latex_is_no_wider_than_the_page_and_a_minus_is_no_hyphen(tmp_path):
+    build(tmp_path, "  main: {runs: [base, grpo], baseline: {base: grpo}}\n", gain=0.2)
+    text = (tmp_path / "tables/main.tex").read_text()
+    shrunk = text.index(r"\resizebox{\ifdim\width>\textwidth\textwidth\else\width\fi}{!}{%")
+    assert shrunk < text.index(r"\begin{tabular}") < text.index(r"\end{tabular}}")
+    assert re.search(r"base minus grpo & \$-\$\d", text)
+    assert r"\parbox{\textwidth}{\footnotesize Checkpoints: " in text
+
+
+def long_sheet():
+    words = [Entry("agrees", np.nan), Entry("because `x_1` lies in the interval " * 2, np.nan)]
+    rows = [(f"n{number}", [Entry("1.5", 1.5), *words]) for number in range(60)]
+    return Sheet("long", "Caption.", [Block("Numbers", ["ours", "verdict", "why"], rows, "number")], ["A note."])
+
+
+def test_a_long_sheet_breaks_over_pages_and_sets_words_as_words():
+    text = latex(long_sheet())
+    assert r"\begin{longtable}{lrlp{0.69\textwidth}}" in text
+    assert text.count(r"\caption") == text.count(r"\endfirsthead") == text.count(r"\endhead") == 1
+    assert r"\textasciigrave{}x\_1\textasciigrave{}" in text
+    assert text.count("{") == text.count("}")
+    shown = markdown(long_sheet()).splitlines()
+    assert next(line for line in shown if line.startswith("|-")).count(":") == 1  # only the numbers stand to the right
+    assert any(line.startswith("| number |") for line in shown)
+
+
+@pytest.mark.skipif(shutil.which("pdflatex") is None, reason="no LaTeX on this machine (apt-get install texlive-latex-recommended)")
+def test_latex_sets_a_table_and_a_long_sheet_within_the_page(tmp_path):
+    table = "  main: {runs: [base, grpo, erpo], columns: temperature, baseline: grpo, caption: '50% of a_b & c'}\n"
+    build(tmp_path, table, gain=0.2, keep=lambda cell: cell != Cell("erpo", 1, 20))
+    for name, text in (("main", (tmp_path / "tables/main.tex").read_text()), ("long", latex(long_sheet()))):
+        page = r"\documentclass{article}\usepackage{booktabs,graphicx,longtable}\begin{document}" + text + r"\end{document}"
+        (tmp_path / f"{name}.tex").write_text(page)
+        for _ in range(2):  # longtable learns its widths in the first run
+            command = ["pdflatex", "-interaction=nonstopmode", "-halt-on-error", f"{name}.tex"]
+            done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout[-2000:]
+        assert "multiply" not in done.stdout
+        assert not [line for line in done.stdout.splitlines() if line.startswith("Overfull")], name
+
+
+def test_shares_that_training_logged_stand_in_percent_beside_scores(tmp_path):
+    frame, _ = build(tmp_path, "  main: {runs: [grpo], columns: none, metrics: [avg@n, reward/accuracy, kl/query]}\n")
+    text = (tmp_path / "tables/main.md").read_text()
+    logged = cell(frame, "grpo", "reward/accuracy", "reward/accuracy")["value"]
+    assert "| Training accuracy, percent | Query-KL |" in text
+    assert re.search(rf"\| +{100 * logged:.1f} \|", text)
+
+
+def test_scores_of_other_weights_than_the_trained_ones_are_refused(tmp_path):
+    study = study_with(tmp_path, MAIN)
+    scores, markers = make_results(tmp_path, study)
+    path = scores[Cell("erpo", 1, 20)]
+    marker = json.loads(markers[Cell("erpo", 1, 20)].read_text())
+    markers[Cell("erpo", 1, 20)].write_text(json.dumps({**marker, "policy_hash": "a" * 16}))
+    for policy, refused in (("a" * 16, False), ("b" * 16, True)):
+        write_scores(path, pq.read_table(path), {**read_facts(path), "policy_hash": policy})
+        with pytest.raises(ValueError, match=f"of other weights \\({policy}\\) than ") if refused else nullcontext():
+            make_table(**inputs_of(study, "main", scores, markers), out_stem=tmp_path / "main")
 
 
 def test_headline_names_the_winner_only_when_there_is_one(tmp_path):

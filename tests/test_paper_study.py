@@ -59,7 +59,7 @@ def test_every_figure_has_all_its_panels(built):
             assert (folder / f"made/{name}.{ending}").stat().st_size > 100, name
     titles = [panel.title for panel in pictures["training-dynamics-long"].panels]
     assert titles == [
-        "Query-KL", "Policy-KL", "Entropy", "Reward", "Response length", "Training accuracy", "Evaluation in training, T=1",
+        "Query-KL", "Policy-KL", "Entropy", "Reward", "Response length", "Training accuracy", "Evaluation, T=1",
     ]  # fmt: skip
     assert len(pictures["temperature-sweep"].panels) == len(study.benchmarks) + 1
 

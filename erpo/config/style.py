@@ -37,6 +37,8 @@ class FigureStyle(Frozen):
     """Of runs: strokes and gaps in line widths; empty: solid."""
     markers: Annotated[tuple[str, ...], Field(min_length=1)]
     """Of runs."""
+    same_look: dict[str, str]
+    """Runs that are drawn as another run is: the same method on another model. Drawn together they differ all the same."""
     panel_size: tuple[_Positive, _Positive]
     """Width and height of a panel, inches."""
     single_width: _Positive

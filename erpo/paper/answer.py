@@ -52,8 +52,7 @@ def answer(spec: dict[str, Any], paths: Sequence[Path], counts: Path | None = No
     if baseline is None:
         found.sentences.append("No table names a baseline, so nothing is tested; the values stand below.")
         return found
-    for is_temperature in (True, False):
-        _correct([row for row in found.rows if row["is_temperature"] == is_temperature], len(found.runs) - 1)
+    _correct(found.rows, len(found.runs))
     found.sentences += _highest([row for row in found.rows if row["is_temperature"]])
     trained = {run for run, _, step in spec["cells"] if step > 0}
     for run in sorted(found.runs, key=lambda run: run not in trained):  # what was trained first
@@ -107,7 +106,7 @@ def _row(
                 "complete": cells[run].is_complete and cells[baseline].is_complete,
             }
     return {
-        "leaders": _leaders(scores, values, places, cells, len(list(_parts(spec)))),
+        "leaders": _leaders(scores, values, places, cells, sum(part[-1] == single for part in _parts(spec))),
         "label": label,
         "words": words,
         "is_temperature": single,
@@ -118,12 +117,12 @@ def _row(
 
 
 def _leaders(scores: Scores, values: np.ndarray, places: dict[str, Place], cells: dict[str, Summary], rows: int) -> list[str]:
-    """The run with the highest value and those not shown to be below it, corrected for all pairs of runs in all rows."""
+    """The run with the highest value and those not shown to be below it."""
     known = {run: cell.value for run, cell in cells.items() if cell.is_complete}
     if len(known) < len(cells) or len(known) < 2:
         return []
     best = max(known, key=lambda run: known[run])
-    planned = rows * len(known) * (len(known) - 1) // 2
+    planned = _planned(rows, len(known))
     level = []
     for run, place in places.items():
         change = difference(scores, values, places[best], place) if run != best else None
@@ -138,24 +137,33 @@ def _highest(rows: list[dict[str, Any]]) -> list[str]:
     known = [row["temperatures"][0] for row in rows]
     groups: dict[tuple[str, ...], list[float]] = {}
     for row in rows:
-        groups.setdefault(tuple(row["leaders"][:1] + sorted(row["leaders"][1:])), []).append(row["temperatures"][0])
+        groups.setdefault(tuple(sorted(row["leaders"])), []).append(row["temperatures"][0])
     said = []
     for leaders, at in groups.items():
         where = ranges(at, known)
         if len(leaders) == 1:
             said.append(f"{leaders[0]} is highest at {where}, above every other run here")
         elif leaders:
-            said.append(f"at {where} {leaders[0]} has the highest value, but is not told apart from {listed(leaders[1:])}")
+            said.append(f"{listed(leaders)} lead at {where} and are not told apart")
         else:
             said.append(f"at {where} samples are missing")
     return [f"Highest by temperature: {'; '.join(said)}."] if said else []
 
 
+def _planned(rows: int, runs: int) -> int:
+    """Comparisons that p-values are corrected for: all pairs of runs in every row of a kind (single temperatures, or ranges).
+
+    One number for the leaders and for the comparisons with the baseline, so that no two sentences contradict each other.
+    """
+    return rows * runs * (runs - 1) // 2
+
+
 def _correct(rows: list[dict[str, Any]], runs: int) -> None:
-    """P-values corrected for all comparisons of these rows: `runs` with the baseline in each."""
-    for line in (line for row in rows for line in row["compared"].values()):
-        line["p_adjusted"] = corrected(line["p_value"], len(rows) * runs)
-        line["significant"] = bool(line["complete"] and line["p_adjusted"] < ALPHA)
+    for row in rows:
+        planned = _planned(sum(other["is_temperature"] == row["is_temperature"] for other in rows), runs)
+        for line in row["compared"].values():
+            line["p_adjusted"] = corrected(line["p_value"], planned)
+            line["significant"] = bool(line["complete"] and line["p_adjusted"] < ALPHA)
 
 
 def _about(run: str, baseline: str, rows: list[dict[str, Any]]) -> list[str]:
@@ -185,7 +193,7 @@ def _cautions(spec: dict[str, Any], found: Answer) -> list[str]:
         f"Tests are paired over problems: they say whether these trained policies differ on problems of this kind. With "
         f"{fewest} seed{'s' if fewest > 1 else ''} a run, how much another training would differ is "
         + ("not measured." if fewest < 2 else "measured roughly at best: look at the sign in every seed."),
-        "P-values are Bonferroni-corrected over the temperatures and runs compared; a claim needs "
+        "P-values are Bonferroni-corrected for all pairs of runs at all temperatures (or in all ranges of them); a claim needs "
         f"p < {ALPHA:g} and the same sign in every seed.",
     ]
     if any(not cell.is_complete for row in found.rows for cell in row["cells"].values()):

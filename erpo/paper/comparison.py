@@ -129,6 +129,7 @@ def _row(entry: dict[str, Any], verdict: Verdict) -> dict[str, Any]:
         "id": entry["id"],
         "says": entry.get("says", ""),
         "reported": reported,
+        "is_setting": "setting" in entry,
         "source": entry["source"],
         **verdict._asdict(),
         "difference": verdict.ours - reported,
@@ -167,19 +168,21 @@ def _judge_score(entry: dict[str, Any], results: Results) -> Verdict:
         change = difference(results.scores, values, place, other)
         if change is None:
             return Verdict(INCOMPARABLE, "no common samples of the two runs", **facts)
-        complete = cell.is_complete and summarise(results.scores, values, other).is_complete
-        return _verdict(entry["value"], change.value, change.low, change.high, list(change.by_seed.values()), complete, facts)
+        lacking = _targets(results.spec, [*cell.missing, *summarise(results.scores, values, other).missing])
+        return _verdict(entry["value"], change.value, change.low, change.high, list(change.by_seed.values()), lacking, facts)
     if not np.isfinite(cell.value):
         return Verdict(INCOMPARABLE, f"no samples yet: {_targets(results.spec, cell.missing)}", **facts)
-    return _verdict(entry["value"], cell.value, cell.low, cell.high, list(cell.by_seed.values()), cell.is_complete, facts)
+    lacking = _targets(results.spec, cell.missing)
+    return _verdict(entry["value"], cell.value, cell.low, cell.high, list(cell.by_seed.values()), lacking, facts)
 
 
 def _verdict(
-    reported: float, ours: float, low: float, high: float, by_seed: Sequence[float], complete: bool, facts: dict[str, int]
+    reported: float, ours: float, low: float, high: float, by_seed: Sequence[float], lacking: str, facts: dict[str, int]
 ) -> Verdict:
+    """`lacking`: what to run for the samples that are missing; empty where none are."""
     low, high = float(np.nanmin([low, *by_seed])), float(np.nanmax([high, *by_seed]))
-    if not complete:
-        return Verdict(INCOMPARABLE, "samples are missing", ours, low, high, **facts)
+    if lacking:
+        return Verdict(INCOMPARABLE, f"samples are missing: {lacking}", ours, low, high, **facts)
     if low - _ROUNDING <= reported <= high + _ROUNDING:
         return Verdict(AGREES, "the reported number lies in our interval", ours, low, high, **facts)
     return Verdict(DIFFERS, f"ours is {100 * (ours - reported):+.1f} points from it", ours, low, high, **facts)
@@ -191,6 +194,8 @@ def _judge_logged(entry: dict[str, Any], results: Results) -> Verdict:
     if not found:
         return Verdict(INCOMPARABLE, f"{entry['metric']} of {entry['run']} at step {entry['step']} is not logged in this study")
     ours, low, high = float(np.mean(found)), min(found), max(found)
+    if len(found) < len(seeds):
+        return Verdict(INCOMPARABLE, f"logged by {len(found)} of {len(seeds)} seeds", ours, low, high, seeds=len(found))
     if len(found) < 2:
         return Verdict(INCOMPARABLE, "one seed gives no interval", ours, seeds=1)
     if low - _ROUNDING <= entry["value"] <= high + _ROUNDING:
@@ -220,33 +225,44 @@ def _judge_setting(entry: dict[str, Any], results: Results) -> Verdict:
 
 
 def _targets(spec: dict[str, Any], cells: Sequence[Cell]) -> str:
-    paths = [f"results/{spec['study']}/scores/{cell.run}/seed{cell.seed}/step{cell.step}.parquet" for cell in cells]
-    return f"run `snakemake {' '.join(paths)}`"
+    """What to run for checkpoints that lack samples; empty without any."""
+    names = dict.fromkeys(f"results/{spec['study']}/scores/{cell.run}/seed{cell.seed}/step{cell.step}.parquet" for cell in cells)
+    return f"run `snakemake {' '.join(names)}`" if names else ""
 
 
 # --- statements --------------------------------------------------------------------------------------------------------
 
 
 def _check(entry: dict[str, Any], results: Results) -> Verdict:
-    return _PREDICATES[entry["predicate"]](entry, results)
+    try:
+        return _PREDICATES[entry["predicate"]](entry, results)
+    except _LackingError as lacking:
+        return Verdict(INCOMPARABLE, f"samples are missing: {lacking}")
+
+
+class _LackingError(Exception):
+    """Checkpoints of a statement lack samples: it is not judged on the rest of its curve."""
 
 
 def _bands(entry: dict[str, Any], results: Results) -> tuple[list[int], list[float], list[float]]:
     """Steps of a run's evaluated checkpoints, and accuracy there in the low and in the high band."""
-    steps, low, high = [], [], []
+    steps, low, high, missing = [], [], [], []
     for step in results.steps(entry["run"]) if results.scores is not None else ():
         places = [results.place({**entry, "step": step, "temperatures": name}, entry["run"]) for name in ("low_band", "high_band")]
         pair = [summarise(results.scores, results.metric("avg@n"), place) for place in places if place and place.temperatures]
-        if len(pair) == 2 and all(cell.is_complete for cell in pair):
+        missing += [lacking for cell in pair for lacking in cell.missing]
+        if len(pair) == 2:
             steps.append(step)
             low.append(pair[0].value)
             high.append(pair[1].value)
+    if missing:
+        raise _LackingError(_targets(results.spec, missing))
     return steps, low, high
 
 
 def _short(steps: Sequence[int]) -> Verdict | None:
     if len(steps) < _CHECKPOINTS:
-        return Verdict(INCOMPARABLE, f"{len(steps)} complete checkpoints with both bands; needs {_CHECKPOINTS}")
+        return Verdict(INCOMPARABLE, f"{len(steps)} checkpoints with both bands; needs {_CHECKPOINTS}")
     return None
 
 
@@ -285,7 +301,7 @@ def _collapses(entry: dict[str, Any], results: Results) -> Verdict:
     steps, low, high = _bands(entry, results)
     late = [index for index, step in enumerate(steps) if step > entry["step"]]
     if (short := _short(steps)) is not None or not late:
-        return short or Verdict(INCOMPARABLE, f"no complete checkpoint beyond step {entry['step']}")
+        return short or Verdict(INCOMPARABLE, f"no checkpoint beyond step {entry['step']}")
     left = {name: min(values[index] for index in late) / max(values) for name, values in (("low", low), ("high", high))}
     why = listed([f"the {name} band falls to {100 * share:.0f}% of its best" for name, share in left.items()])
     return _said(all(share <= _COLLAPSED for share in left.values()), f"{why} (80% or less asked of both)")
@@ -357,17 +373,27 @@ def _sheet(spec: dict[str, Any], paper: dict[str, Any], frame: pd.DataFrame) -> 
             "Numbers",
             ["reported", "ours", "95% interval", "verdict", "why"],
             [_number(line) for line in numbers.to_dict("records")],
+            "number",
         ),
-        Block("Statements", ["statement", "verdict", "why"], [_statement(line) for line in said.to_dict("records")]),
+        Block("Statements", ["statement", "verdict", "why"], [_statement(line) for line in said.to_dict("records")], "name"),
     ]
-    counts = frame["verdict"].value_counts()
+    parts = {"numbers": numbers[~numbers["is_setting"]], "settings": numbers[numbers["is_setting"]], "statements": said}
     notes = [
-        f"{listed([f'{counts[name]} {name}' for name in (AGREES, DIFFERS, HOLDS, FAILS, INCOMPARABLE) if name in counts])}.",
+        f"{'; '.join(f'{len(part)} {name}: {_tally(part)}' for name, part in parts.items() if len(part))}.",
         "agrees: the reported number lies within our interval, a bootstrap over problems widened to the range of our seeds; for "
         "training metrics the range of seeds. The paper reports no interval of its own.",
         "Reported numbers were read from two digests of the paper and the README of the released patch, as noted in the CSV.",
     ]
     return Sheet(spec["name"], spec["artefact"]["caption"] or f"Ours beside {paper['paper']}.", blocks, notes)
+
+
+_PLURAL = {AGREES: "agree", DIFFERS: "differ", HOLDS: "hold", FAILS: "do not hold", INCOMPARABLE: "are not comparable"}
+
+
+def _tally(part: pd.DataFrame) -> str:
+    """How many there are of each verdict: `25 agree and 3 differ`."""
+    counts = part["verdict"].value_counts()
+    return listed([f"{counts[name]} {words if counts[name] > 1 else name}" for name, words in _PLURAL.items() if name in counts])
 
 
 def _text(text: str) -> Entry:

@@ -38,8 +38,9 @@ KINDS: dict[str, Callable[[Sources], Picture]] = {
 
 _SALT = 1188572  # chosen so that runs drawn together in the shipped studies differ in colour and in grey
 
-_COLUMNS = {1: 1, 2: 2, 3: 3, 4: 2, 5: 3, 6: 3, 7: 4, 8: 4}
-_MOST_COLUMNS = 4
+_COLUMNS = {1: 1, 2: 2, 4: 2}
+_MOST_COLUMNS = 3
+"""Fill the width of a page."""
 _LOG_RATIO = 30.0
 """A positive axis is logarithmic where the runs end further apart than this."""
 _DODGE = 0.015
@@ -84,7 +85,7 @@ def looks(runs: Sequence[str], style: FigureStyle | None = None) -> dict[str, Lo
     slots = max(math.lcm(len(style.colours), len(style.dashes)), len(runs))  # so many differ in colour or dash
     taken: dict[int, str] = {}
     for run in runs:
-        slot = zlib.crc32(f"{_SALT}/{run}".encode()) % slots
+        slot = zlib.crc32(f"{_SALT}/{style.same_look.get(run, run)}".encode()) % slots
         while slot in taken:
             slot = (slot + 1) % slots
         taken[slot] = run
@@ -165,7 +166,7 @@ def draw(picture: Picture, runs: Sequence[str], style: FigureStyle | None = None
         axis.set_axis_off()
     handles = [_handle(run, look[run]) for run in shown]
     if len(free):
-        free[0].legend(handles=handles, loc="center left", fontsize=9, handlelength=3)
+        free[0].legend(handles=handles, loc="center left", handlelength=3)
     elif handles:
         figure.legend(handles=handles, loc="outside lower center", ncols=min(len(handles), columns * 2), handlelength=3)
     return figure
@@ -233,4 +234,4 @@ def _scale(axis: Axes, panel: Panel) -> None:
     if panel.x_label == "temperature":
         axis.xaxis.set_major_locator(MultipleLocator(0.5))
     if panel.x_label == "step":
-        axis.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
+        axis.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True, steps=[1, 2, 5, 10]))

@@ -65,7 +65,7 @@ def lay_out(table: Table) -> typeset.Sheet:
     logged = [metric for metric in table.metrics if "/" in metric]
     by_step = table.spec["artefact"]["columns"] == "step"
     labels = {line["metric"]: line["label"] for line in lines.values()}
-    beside = [(name, name, name) for name in logged]
+    beside = [(_logged_label(name), name, name) for name in logged]
     if by_step:
         sections = [[(column.label, column.key, metric) for column in _step_columns(table)] for metric in table.metrics]
     elif len(table.columns) < 2:
@@ -82,6 +82,11 @@ def lay_out(table: Table) -> typeset.Sheet:
         blocks += [_gains(table, lines, metric, labels[metric]) for metric in scored]
     caption = table.spec["artefact"]["caption"] or f"Table {table.spec['name']}."
     return typeset.Sheet(table.spec["name"], caption, blocks, table.notes)
+
+
+def _logged_label(metric: str) -> str:
+    label = wording.LOGGED.get(metric, metric)
+    return f"{label}, percent" if metric in wording.SHARES else label
 
 
 def _gains(table: Table, lines: dict[tuple, dict[str, Any]], metric: str, label: str) -> typeset.Block:
@@ -121,7 +126,8 @@ def _shown(lines: dict[tuple, dict[str, Any]], row: Row, key: str, metric: str) 
     if line is None:
         return typeset.Entry("", np.nan)
     if "/" in metric:
-        return typeset.Entry(wording.plain(line["value"]), line["value"], is_incomplete=not line["complete"])
+        text = wording.percent(line["value"]) if metric in wording.SHARES else wording.plain(line["value"])
+        return typeset.Entry(text, line["value"], is_incomplete=not line["complete"])
     half = (line["high"] - line["low"]) / 2
     return typeset.Entry(
         wording.percent(line["value"]),

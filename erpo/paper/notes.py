@@ -9,7 +9,7 @@ import pandas as pd
 
 from erpo.config import Cell
 from erpo.paper.summaries import ALPHA, CONFIDENCE
-from erpo.paper.wording import listed, metric_sentence, percent, span
+from erpo.paper.wording import LOGGED, listed, metric_sentence, percent, span
 
 _RATES = {
     "truncated": "truncated",
@@ -71,7 +71,8 @@ def table_notes(spec: dict[str, Any], frame: pd.DataFrame) -> list[str]:
         ]
         notes += [honesty(scored)]
     if logged:
-        notes.append(f"{listed(logged)}: mean over seeds of what training logged at the row's step; - where it was not measured.")
+        names = [f"{LOGGED[name]} ({name})" if name in LOGGED else name for name in logged]
+        notes.append(f"{listed(names)}: mean over seeds of what training logged at the row's step; - where it was not measured.")
     return [*notes, *hole_notes(frame)]
 
 

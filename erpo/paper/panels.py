@@ -15,7 +15,7 @@ from erpo.paper.aggregate import Scores, metric_label, problem_values, read_scor
 from erpo.paper.curves import band, read_curves, read_markers, smooth
 from erpo.paper.notes import checkpoint_rule, interval_rule, missing_cells, sampling_rule
 from erpo.paper.summaries import Place, Summary, seeds_by_checkpoint, summarise
-from erpo.paper.wording import listed
+from erpo.paper.wording import LOGGED, listed
 
 METRIC = "avg@n"
 """Accuracy shown by every figure of scores."""
@@ -133,13 +133,13 @@ def read_sources(
 # --- training ----------------------------------------------------------------------------------------------------------
 
 _CURVES = {
-    "kl/query": ("Query-KL", "nats per token"),
-    "kl/response": ("Policy-KL", "nats per token"),
-    "policy/entropy": ("Entropy", "nats per token"),
-    "reward/mean": ("Reward", "mean reward"),
-    "response/length": ("Response length", "tokens"),
-    "reward/accuracy": ("Training accuracy", "percent"),
-    "eval/accuracy": ("Evaluation in training, T=1", "percent"),
+    "kl/query": (LOGGED["kl/query"], "nats per token"),
+    "kl/response": (LOGGED["kl/response"], "nats per token"),
+    "policy/entropy": (LOGGED["policy/entropy"], "nats per token"),
+    "reward/mean": (LOGGED["reward/mean"], "mean reward"),
+    "response/length": (LOGGED["response/length"], "tokens"),
+    "reward/accuracy": (LOGGED["reward/accuracy"], "percent"),
+    "eval/accuracy": ("Evaluation, T=1", "percent"),
 }
 _SMOOTHED = ("reward/mean", "reward/accuracy", "response/length", "policy/entropy")
 
@@ -169,7 +169,7 @@ def _training_panel(sources: Sources, key: str, last: int | None, with_horizon: 
     title, unit = _CURVES[key]
     scale = 100.0 if unit == "percent" else 1.0
     lines = [_curve(sources, run, key, last, scale) for run in sources.spec["runs"] if sources.last_step(run) > 0]
-    return Panel(f"{title}, to step {last}" if with_horizon else title, "step", unit, lines)
+    return Panel(f"{title}, to {last}" if with_horizon else title, "step", unit, lines)
 
 
 def _curve(sources: Sources, run: str, key: str, last: int | None, scale: float) -> Line:
@@ -237,9 +237,9 @@ def long_run(sources: Sources) -> Picture:
             cells = [_cell(sources, run, step, tuple(spec["benchmarks"]), temperatures) for step in steps]
             lines.append(_line(run, steps, cells, "level" if steps == [0] else "points" if len(steps) == 1 else "line"))
             holes += [hole for cell in cells for hole in cell.missing]
-        title = "all temperatures" if name == "all" else f"{name} band"
         ends = "-".join(dict.fromkeys(temperature_label(value) for value in (temperatures[0], temperatures[-1])))
-        panels.append(Panel(f"{title} (T={ends})", "step", _accuracy(spec), lines))
+        title = "all temperatures" if name == "all" else f"{name} band (T={ends})"
+        panels.append(Panel(title, "step", _accuracy(spec), lines))
     return Picture(panels, [*_score_notes(spec), *missing_cells(holes, spec["study"])])
 
 
@@ -258,10 +258,10 @@ def train_eval_gap(sources: Sources) -> Picture:
     where = f"T={listed([temperature_label(value) for value in spec['temperatures']])}"
     panels = [
         Panel("Accuracy", "step", "percent", curve_lines + point_lines),
-        Panel("Gap: training minus benchmarks", "", "percentage points", gap_lines, level=0.0, names=tuple(spec["runs"])),
+        Panel("Gap to the benchmarks", "", "percentage points", gap_lines, level=0.0, names=tuple(spec["runs"])),
     ]
     notes = [
-        f"Lines: training accuracy; points: benchmarks at {where}; gap at the last checkpoint.",
+        f"Lines: training accuracy; points: benchmarks at {where}; gap: training minus benchmarks at the last checkpoint.",
         f"Training accuracy: batch means of the training queries at the rollout temperature, running mean over 1/{_SMOOTHING} of "
         f"the steps; in the gap the mean over the last {_GAP_STEPS} steps.",
         "Training and benchmark problems differ in difficulty, so the gap serves to compare runs; by itself it is no overfitting.",

@@ -34,6 +34,7 @@ def describe_inputs(scores: Sequence[Path], markers: Sequence[dict[str, Any]]) -
         about = {"log_sha256": file_hash(log), "trained_seconds": _trained_seconds(marker, log), "settings": settings_of(marker)}
         inputs.append({"kind": "training", **_file(marker["path"]), **about, **_chosen(marker, _MARKER_FACTS)})
     refuse_mixed_settings(inputs)
+    refuse_foreign_scores(inputs)
     return sorted(inputs, key=lambda entry: (entry["kind"], entry["run"], entry["seed"], entry["step"]))
 
 
@@ -65,6 +66,27 @@ def refuse_mixed_settings(inputs: Sequence[Mapping[str, Any]]) -> None:
                 f"{first['path']} and {entry['path']} were trained under different settings ({', '.join(unlike)}); "
                 "train both under the same ones before putting them into one row"
             )
+
+
+def refuse_foreign_scores(inputs: Sequence[Mapping[str, Any]]) -> None:
+    """Scores and log of one checkpoint are of the same weights, where both say which.
+
+    Raises:
+        ValueError: with the two files.
+    """
+    trained = {_checkpoint(entry): entry for entry in inputs if entry["kind"] == "training"}
+    for entry in inputs:
+        marker = trained.get(_checkpoint(entry), entry)
+        ours, theirs = entry.get("policy_hash"), marker.get("policy_hash")
+        if ours and theirs and ours != theirs:
+            raise ValueError(
+                f"{entry['path']} holds scores of other weights ({ours}) than {marker['path']} names ({theirs}); "
+                f"evaluate that checkpoint again: delete {entry['path']} and run: snakemake {entry['path']}"
+            )
+
+
+def _checkpoint(entry: Mapping[str, Any]) -> tuple[str, int, int]:
+    return entry["run"], entry["seed"], entry["step"]
 
 
 def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -256,7 +256,7 @@ def _logged(curves: pd.DataFrame, metric: str, row: Row, step: int, seeds: dict)
         "step": step,
         "column": metric if row.step is not None else f"step{step}",
         "metric": metric,
-        "label": metric,
+        "label": wording.LOGGED.get(metric, metric),
         "value": float(np.mean(found)) if found else np.nan,
         "seeds": len(found),
         "seeds_expected": len(seeds[row.run, step]) if step > 0 else 0,

@@ -9,6 +9,21 @@ from typing import Any
 from erpo.config import temperature_label
 from erpo.paper.summaries import ALPHA
 
+LOGGED = {
+    "kl/query": "Query-KL",
+    "kl/response": "Policy-KL",
+    "policy/entropy": "Entropy",
+    "reward/mean": "Reward",
+    "reward/accuracy": "Training accuracy",
+    "eval/accuracy": "Evaluation in training",
+    "response/length": "Response length",
+    "query_weight/mean": "Mean query weight",
+    "query_weight/ess": "Effective sample size",
+}
+"""What readers call the metrics of training logs."""
+SHARES = ("reward/accuracy", "eval/accuracy", "query_weight/ess")
+"""Those that are shares; shown in percent, as scores are."""
+
 NOTHING = "-"
 """A value that does not exist."""
 
@@ -90,7 +105,7 @@ def metric_sentence(metric: str, samples: int) -> str:
     """Definition of a metric for the notes under a table."""
     fixed = {
         "avg@n": f"Avg@{samples}: mean correctness of {samples} samples a problem.",
-        "pass@1": f"Pass@1 (estimator): expected correctness of one draw, from {samples} samples.",
+        "pass@1": f"Pass@1 (estimator): expected correctness of one draw, from {samples} samples: by definition Avg@{samples}.",
         "pass@1:first": "Pass@1 (first sample): correctness of sample 0 alone.",
         "maj@n": f"Maj@{samples}: correctness of the most frequent of {samples} answers, ties to the one seen first.",
     }
