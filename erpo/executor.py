@@ -1,7 +1,8 @@
-"""Three corrections to the pinned Slurm executor of Snakemake, made in memory when a workflow starts.
+"""Four corrections to the pinned Slurm executor of Snakemake, made in memory when a workflow starts.
 
 - A job is named after its rule and wildcards, so that `squeue` can be read (the plugin gives every job the same random name).
 - A job is never forgotten: while neither squeue nor sacct answers, the plugin drops all running jobs and waits for ever.
+- Ctrl-C cancels every job: the plugin cancels none if it happens to be looking at the queue, and then the jobs run on.
 - A cluster whose accounting is off is not asked through sacct: with the controller away, the plugin falls back to it in vain.
 """
 
@@ -35,6 +36,7 @@ def correct() -> bool:
         plugin.query_job_status_sacct = _query_sacct
         _remember_min_job_age(plugin)
         _forget_no_job(plugin.Executor)
+        _cancel_every_job(plugin.Executor)
     return True
 
 
@@ -102,3 +104,19 @@ def _forget_no_job(executor: Any) -> None:
 
     executor.report_job_success, executor.report_job_error = report_job_success, report_job_error
     executor.check_active_jobs = check_active_jobs
+
+
+def _cancel_every_job(executor: Any) -> None:
+    """Whatever was submitted and has not ended is cancelled. During a look at the queue the list that is handed in is empty."""
+    submission, cancel = executor.report_job_submission, executor.cancel_jobs
+
+    def report_job_submission(self: Any, job: Any, *rest: Any, **named: Any) -> None:
+        self.__dict__.setdefault("_submitted", {})[job.external_jobid] = job
+        submission(self, job, *rest, **named)
+
+    def cancel_jobs(self: Any, active_jobs: list[Any]) -> None:
+        known = {**self.__dict__.get("_submitted", {}), **{job.external_jobid: job for job in active_jobs}}
+        ended = self.__dict__.get("_ended", set())
+        cancel(self, [job for number, job in known.items() if number not in ended])
+
+    executor.report_job_submission, executor.cancel_jobs = report_job_submission, cancel_jobs

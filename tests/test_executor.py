@@ -3,6 +3,7 @@
 import asyncio
 import subprocess
 import sys
+import threading
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
@@ -11,6 +12,7 @@ import pytest
 from erpo import executor
 
 plugin = pytest.importorskip("snakemake_executor_plugin_slurm")
+RemoteExecutor = pytest.importorskip("snakemake_interface_executor_plugins.executors.remote").RemoteExecutor
 
 
 @dataclass
@@ -100,6 +102,65 @@ def test_ended_jobs_are_not_handed_back():
         self.report_job_error(jobs[2], msg="no")
 
     assert look(answered) == (["2"], {"1", "3"})
+
+
+class Remote(RemoteExecutor):
+    """Snakemake's executor without a queue: a look at it takes as long as `look` says; cancelled jobs are remembered."""
+
+    def __init__(self, looking: threading.Event, go_on: threading.Event) -> None:
+        self.lock, self.active_jobs, self.wait = threading.Lock(), [], True
+        self.looking, self.go_on, self.cancelled = looking, go_on, []
+        self.workflow = SimpleNamespace(
+            executor_plugin=SimpleNamespace(common_settings=SimpleNamespace(init_seconds_before_status_checks=0)),
+            remote_execution_settings=SimpleNamespace(immediate_submit=True),
+            scheduler=None,
+        )
+        self.wait_thread = threading.Thread(target=self._wait_thread, daemon=True)
+
+    def report_job_submission(self, job):
+        with self.lock:
+            self.active_jobs.append(job)
+
+    def report_job_success(self, job):
+        """Nobody is told."""
+
+    def report_job_error(self, job, msg=None):
+        """Nobody is told."""
+
+    def run_job(self, job):
+        """Jobs are handed over submitted."""
+
+    async def sleep(self):
+        await asyncio.sleep(0.01)
+
+    async def check_active_jobs(self, active_jobs):
+        if active_jobs:
+            self.report_job_success(active_jobs[0])
+            self.looking.set()
+            self.go_on.wait(10)
+        for job in active_jobs[1:]:
+            yield job
+
+    def cancel_jobs(self, active_jobs):
+        self.cancelled += [job.external_jobid for job in active_jobs]
+        self.go_on.set()
+
+
+@pytest.mark.parametrize("corrected", [False, True])
+def test_an_interruption_during_a_look_at_the_queue_cancels_every_job_that_runs(corrected):
+    """Uncorrected none is cancelled: when Snakemake mends it, the first case fails and the correction can go."""
+    chosen = type("Chosen", (Remote,), dict(vars(Remote)))
+    if corrected:
+        executor._forget_no_job(chosen)
+        executor._cancel_every_job(chosen)
+    looking = threading.Event()
+    remote = chosen(looking, threading.Event())
+    for number in "123":
+        remote.report_job_submission(Job(number))
+    remote.wait_thread.start()
+    assert looking.wait(10)
+    remote.cancel()
+    assert remote.cancelled == (["2", "3"] if corrected else [])
 
 
 def test_the_controllers_first_answer_is_kept():
