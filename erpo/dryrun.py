@@ -129,7 +129,9 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any], path: str = "
         old, new, name = before.get(key), now.get(key), f"{path}{key}"
         if isinstance(old, dict) and isinstance(new, dict):
             found += differences(old, new, f"{name}.")
-        elif isinstance(old, list) and isinstance(new, list) and (words := _changes(old, new)):
+        elif (
+            isinstance(old, list) and isinstance(new, list) and "..." in _short(old) + _short(new) and (words := _changes(old, new))
+        ):
             found.append(f"{name}: {words}")
         elif old != new:
             found.append(f"{name}: {_short(old)} -> {_short(new)}")

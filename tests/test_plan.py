@@ -40,6 +40,9 @@ Job stats:
 """
 
 
+SWEEP = [number / 10 for number in range(1, 16)]
+
+
 @pytest.fixture(scope="module")
 def paper():
     return load_study("paper", ROOT)
@@ -69,13 +72,13 @@ def test_a_changed_setting_is_named_with_both_values():
 @pytest.mark.parametrize(
     ("old", "new", "words"),
     [
-        ([0.1, 0.2], [0.1, 0.2, 1.6], ["temperatures: [1.6] added"]),
-        ([0.1, 0.2], [0.2, 1.6], ["temperatures: [1.6] added, [0.1] removed"]),
-        ([0.1, 0.2], [0.2, 0.1], ["temperatures: [0.1, 0.2] -> [0.2, 0.1]"]),
-        ([0.1], [0.1], []),
+        (SWEEP, [*SWEEP, 1.6], ["temperatures: [1.6] added"]),
+        (SWEEP, [*SWEEP[1:], 1.6], ["temperatures: [1.6] added, [0.1] removed"]),
+        ([0.1, 0.2], [0.2, 0.3], ["temperatures: [0.1, 0.2] -> [0.2, 0.3]"]),
+        (SWEEP, SWEEP, []),
     ],
 )
-def test_of_a_list_only_what_came_and_went_is_named(old, new, words):
+def test_of_a_long_list_only_what_came_and_went_is_named(old, new, words):
     assert differences({"temperatures": old}, {"temperatures": new}) == words
 
 
