@@ -113,6 +113,9 @@ def _queue(study: Study, site: Site) -> Iterator[Finding]:
 
 
 def _storage(study: Study, results: Path, on_slurm: bool) -> Iterator[Finding]:
+    if results.is_symlink() and not results.exists():
+        target = os.readlink(results)
+        yield Finding("fault", f"{results} is a link to {target}, which is not there", f"mkdir -p {target}")
     folder = next(path for path in (results, *results.absolute().parents) if path.exists())
     kind = file_system(folder)
     if on_slurm and kind in _LOCAL_FILE_SYSTEMS:

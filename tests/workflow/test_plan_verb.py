@@ -185,3 +185,13 @@ def test_without_snakemake_doctor_says_so(fresh, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "snakemake", None)
     assert main(["doctor"]) == 2
     assert "activate the environment of this project" in capsys.readouterr().err
+
+
+def test_a_link_to_nowhere_is_found(fresh, tmp_path):
+    fresh.path("results").symlink_to(tmp_path / "scratch")
+    done = erpo(fresh, "doctor", "--profile", "none", "--config", "study=quickstart")
+    assert done.returncode == 1
+    assert (
+        f"FAULT  results is a link to {tmp_path}/scratch, which is not there\n       fix: mkdir -p {tmp_path}/scratch"
+        in done.stdout
+    )
