@@ -355,6 +355,32 @@ def test_extraction_is_linear_in_the_response():
     assert time.monotonic() - start < 5
 
 
+REPETITIONS = r"""
+from erpo.grading.equality import Undecided, compare
+from erpo.grading.second_opinion import second_opinion
+
+PIECES = [
+    "1", "a", " ", "\\", "{", "}", "(", "[", ",", ".", "^", "_", "=", "&", "<", "|", "!", "'", "%", "A,", "and ",
+    "A and ", "B ", "(A) ", "(1)", "12 ", "1,2", "1,234", "3=", "x=", "\\\\", "\\{", "\\text{a}", "\\text{a ",
+    "\\text{m}/", "\\frac{1}{2}", "\\pm ", "\\quad", "\\approx ", "\\mid ", "\\choose ", "{a\\choose b}", "^\\circ ",
+    "\\Omega", "M_\\odot", "1:30 ", "a.m.", "√", "½", "₁", "²", "\\dot{1}", "\\bar", "\\mu ", "\\tag{", "\\color{",
+    "\\begin{pmatrix}", "\\end{pmatrix}", "\\begin{aligned}", "\\end{aligned}",
+]
+for piece in PIECES:
+    for text in (piece * 900, "1 " + piece * 900, "1 " + (piece * 900)[:990] + " x", (piece * 900)[:990] + "}"):
+        try:
+            compare("5", text[:998])
+        except Undecided:
+            pass
+        second_opinion("5", text[:998])
+"""
+
+
+def test_no_repetition_holds_up_the_calling_process():
+    """What is compared without a worker has no time limit, so that no pattern may take long (here: 3 s for all 240 texts)."""
+    subprocess.run([sys.executable, "-c", REPETITIONS], check=True, timeout=120)
+
+
 def test_memory_is_limited(grader, monkeypatch):
     # a literal matrix power of huge integers: needs far more than the cap
     grade = grader.grade([box(r"(10^{99999})! \cdot 2")], ["7"])[0]

@@ -205,7 +205,7 @@ def _read_scalar(text: str) -> Reading:
 
 def _read_words(text: str) -> Reading:
     r"""Words: compared without case, spaces, punctuation and a leading article."""
-    if re.fullmatch(r"\s*[A-J](?:\s*,?\s*and\s+[A-J]|\s*,\s*[A-J])+\s*", text):
+    if re.fullmatch(r"\s*[A-J](?:(?:\s*,\s*(?:and\s+)?|\s+and\s+)[A-J])+\s*", text):
         return Reading("list", text, tuple(_read_words(letter) for letter in re.findall(r"[A-J]", text)))
     if re.fullmatch(r"[^,;]*\w[^,;]*(?:[,;][^,;]*\w[^,;]*)+", text) and not re.search(r"\d", text):
         parts = [part.strip() for part in re.split(r"[,;]|\band\b", text) if part.strip()]
@@ -258,8 +258,8 @@ def _split_unit(text: str) -> tuple[str, str]:
 
 
 def _takes_back(words: str) -> bool:
-    """Whether words after a number are no unit but change what it says."""
-    return not canonical_unit(words) and bool(_HEDGE.search(words))
+    r"""Whether words after a number are no unit but change what it says: `or 6`, `dozen`, a lone letter as in `3\text{i}`."""
+    return not canonical_unit(words) and (bool(_HEDGE.search(words)) or re.fullmatch(r"[a-zA-Z]", words.strip()) is not None)
 
 
 def _read_number(text: str) -> Reading | None:

@@ -50,7 +50,7 @@ def second_opinion(gold: str, answer: str) -> bool | None:
 
 _TAKES_BACK = re.compile(
     r"\b(?:or|and|not|no|but|maybe|if|when|to|more|less|than|times|plus|minus|over|half|halves|thirds?|quarters?|hundred|thousand|million|"
-    r"billion|dozen|squared|cubed|factorial|is|wrong|incorrect)\b|\?"
+    r"billion|dozen|squared|cubed|factorial|mod|[eixyz]|is|wrong|incorrect)\b|\?"
 )
 
 
