@@ -20,7 +20,8 @@ def intervals(reading: Reading) -> tuple[Reading, ...]:
     if reading.kind == "assignment" and re.search(r"\\in(?![a-z])", reading.latex):
         return intervals(reading.items[0])
     if reading.kind == "relation":
-        return _bounds(reading.latex)
+        found = [_bounds(part) for part in split(reading.latex, {r"\cup"})]  # `x < 1 or x > 2`
+        return tuple(part for span in found for part in span) if all(found) else ()
     if reading.kind == "expression":
         if re.fullmatch(r"\\mathbb\{R\}|\\mathbb R|\\R", reading.latex):
             return (read_part(r"(-\infty,\infty)"),)
@@ -63,7 +64,7 @@ def _bounds(text: str) -> tuple[Reading, ...]:
 
 
 def _join(spans: list[tuple[Reading, ...]]) -> tuple[Reading, ...]:
-    """Several inequalities: `x>2, x<5` is one interval, `x<1, x>3` two."""
+    """Several inequalities that hold together where they can: `x>2, x<5` is one interval, `x<1, x>3` two."""
     if not all(spans):
         return ()
     if len(spans) == 2 and all(len(span) == 1 for span in spans):

@@ -31,6 +31,9 @@ _RADICAND = re.compile(r"√\s*(?:(\d+)|\(([^()]*)\))")
 _LARGE = {"thousand": "3", "million": "6", "billion": "9", "trillion": "12"}
 
 
+_INEQUALITY = r"[^,;=<>]*(?:<|>|\\(?:le|lt|ge|gt)(?![a-zA-Z]))[^,;=]*?"
+
+
 def _rows(found: re.Match[str]) -> str:
     r"""Lines of an aligned calculation as one text: a line that begins with `=` goes on, others are values of their own."""
     joined = re.sub(r"\\cr\s*(?=&?\s*=)", "", re.sub(r"\\cr\s*$", "", found[2]))
@@ -98,6 +101,10 @@ _REWRITES = tuple(
         (r"\\degree(?:s)?(?![a-zA-Z])|\^\s*\{\s*\\circ\s*\}|\^\s*\\circ(?![a-zA-Z])", r"^\\circ "),
         (r"\\%", "%"),
         (r"\\text\{\s*(?:percent|per cent|pct)\s*\}|(?<=\d)\s*(?:percent|per cent|pct)\b", "%"),
+        (  # either of two inequalities is a union: `x<2 or x>1` is no interval
+            rf"^({_INEQUALITY})(?:\\text\{{\s*,?\s*or\s*\}}|(?<=[\d\s)}}\]])or\s|\\(?:lor|vee)(?![a-zA-Z]))({_INEQUALITY})$",
+            r"\1 \\cup \2",
+        ),
         (r"\\text\{\s*,?\s*(?:and|or)\s*\}|(?<=[\d\s)}\]])(?:,\s*|\s+)(?:and|or)\s+(?![a-z]{2})|\\lor(?![a-zA-Z])", " , "),
         (r"\\frac\{\s*\\text\{([^{}]*)\}\s*\}\{\s*\\text\{([^{}]*)\}(\^(?:\d|\{\d\}))?\s*\}", r"\\text{\1/\2}\3"),
         (
