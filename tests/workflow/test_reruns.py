@@ -67,13 +67,13 @@ def test_a_caption_draws_its_own_figure_again(finished):
 
 
 def test_another_style_draws_figures_only(finished):
-    finished.edit("erpo/config/style.yaml", "line_width: 1.4", "line_width: 1.8")
+    finished.edit("erpo/config/style.yaml", "line_width: ", "line_width: 1")
     assert finished.plan("all") == {"figure": 2, **REPORT}
     assert finished.plan("tables") == {}
 
 
 def test_a_fault_in_the_style_is_one_sentence(finished):
-    finished.edit("erpo/config/style.yaml", "line_width: 1.4", "line_width: thick")
+    finished.edit("erpo/config/style.yaml", "line_width: ", "line_width: thick # ")
     done = finished.run("-n", "all", "--config", "study=trial")
     assert done.returncode != 0
     assert "erpo/config/style.yaml: line_width: Input should be a valid number" in done.stdout + done.stderr
