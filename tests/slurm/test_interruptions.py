@@ -38,6 +38,11 @@ def start_and_await_step(clone: Clone, step: int, *arguments: str) -> tuple:
     return head, job
 
 
+def state_of(clone: Clone, job: dict[str, str]) -> str:
+    """What Slurm says of a job, also of one that has ended."""
+    return next(known["state"] for known in clone.cluster.jobs() if known["id"] == job["id"])
+
+
 def assert_same_as(undisturbed: Clone, clone: Clone, attempts: int, repeated: int) -> None:
     """The table and the weights of an undisturbed run, and how much work was done twice."""
     assert clone.tables()["training.csv"] == undisturbed.tables()["training.csv"]
@@ -81,10 +86,11 @@ def test_the_controller_is_restarted(prepared, undisturbed):
 
 
 def test_ctrl_c_cancels_and_the_same_command_goes_on(prepared, undisturbed):
-    head, _job = start_and_await_step(prepared, 3)
+    head, job = start_and_await_step(prepared, 3)
     head.send_signal(signal.SIGINT)
     assert prepared.finish(head, 120) != 0
-    assert wait_until(lambda: not prepared.cluster.jobs("R,PD,CG"), 30)
+    assert wait_until(lambda: state_of(prepared, job) == "CANCELLED", 30), state_of(prepared, job)
+    assert not prepared.path(MARKER).exists(), "it ended by itself"
     assert prepared.run(*TARGET) == 0, prepared.said()[-3000:]
     assert_same_as(undisturbed, prepared, attempts=2, repeated=SAVE_EVERY)
 
