@@ -103,14 +103,15 @@ def test_a_failing_job_shows_its_log(clone):
 @pytest.mark.skipif(not ACCOUNTING, reason="needs accounting: ERPO_SLURM_ACCOUNTING=1 (packages slurmdbd, mariadb-server)")
 def test_accounting_knows_the_jobs_and_outlives_the_controller(clone):
     """Followed with sacct, under an account, while the controller is away for three quarters of a minute."""
+    before = max((int(job["id"]) for job in clone.cluster.jobs()), default=0)  # of other tests
     head = clone.start(*SHORT, "account=lab", "--slurm-status-command", "sacct")
-    clone.await_job("prepare_model", "R,CD")
+    clone.await_job("prepare_model", "R,CD", after=before)
     clone.cluster.stop("slurmctld")
     time.sleep(45)
     clone.cluster.start_controller()
     assert clone.finish(head, 400) == 0, clone.said()[-3000:]
     columns = "JobName,Account,State,ReqTRES"
     lines = clone.cluster.client("sacct", "-X", "-n", "-P", f"--format={columns}").splitlines()
-    train = next(line.split("|") for line in lines if line.startswith("train-erpo-0-4|"))
+    train = [line.split("|") for line in lines if line.startswith("train-erpo-0-4|")][-1]
     assert train[1:3] == ["lab", "COMPLETED"]
     assert "cpu=1,mem=3000M" in train[3]
