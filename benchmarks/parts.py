@@ -29,7 +29,8 @@ CASES = {
     "ERPO": ERPO,
     "GRPO, reference model": {"kl_on": "response"},
 }
-TIMED = {"width": 128, "layers": 3}
+TIMED = {"0.5 M": {"width": 128, "layers": 3}, "2.7 M": {"width": 256, "layers": 4}}
+"""By parameters: the smaller a model, the larger the share of sampling, where every token is a step of small operations."""
 WEIGHED = {"width": 768, "layers": 6}
 """About 38 million parameters: 150 MB in float32."""
 
@@ -57,35 +58,50 @@ def weigh(case: str) -> None:
     print(json.dumps({"bytes": peak_bytes(), "parameters": size}))
 
 
+def time_steps(shape: dict[str, int], queries: int, cap: int, pairs: int) -> dict[str, list[float]]:
+    """Seconds of full steps of every case."""
+    with tempfile.TemporaryDirectory() as folder:
+        world = _world.make_world(Path(folder), **shape)
+        steps = {case: _world.stepper(world, settings(case, queries, cap), stops=False) for case in CASES}
+        return paired({case: lambda pair, step=step: step(pair + 1) for case, step in steps.items()}, pairs)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--queries", type=int, default=32)
     parser.add_argument("--cap", type=int, default=64)
+    parser.add_argument("--models", nargs="*", choices=list(TIMED), default=list(TIMED), help="models whose steps are timed")
     parser.add_argument("--weigh", help=argparse.SUPPRESS)
     args = parser.parse_args()
     torch.set_num_threads(1)
     if args.weigh:
         weigh(args.weigh)
         return
-    weighed = {case: in_child(__file__, "--weigh", case) for case in CASES}
-    with tempfile.TemporaryDirectory() as folder:
-        world = _world.make_world(Path(folder), **TIMED)
-        steps = {case: _world.stepper(world, settings(case, args.queries, args.cap), stops=False) for case in CASES}
-        found = paired({case: lambda pair, step=step: step(pair + 1) for case, step in steps.items()}, args.pairs)
-    most = weighed["GRPO, reference model"]
-    rows = [
+    times = {model: time_steps(TIMED[model], args.queries, args.cap, args.pairs) for model in args.models}
+    steps = [
         {
+            "model": model,
             "case": case,
             "step, s": statistics.median(found[case]),
             "of no regulariser": ratios(found, case, "no regulariser")["ratio"],
             "of GRPO": ratios(found, case, "GRPO, reference model")["ratio"],
+        }
+        for model, found in times.items()
+        for case in CASES
+    ]
+    weighed = {case: in_child(__file__, "--weigh", case) for case in CASES}
+    most = weighed["GRPO, reference model"]
+    memory = [
+        {
+            "model": "35.5 M",
+            "case": case,
             "peak MiB": weighed[case]["bytes"] / 2**20,
             "saved, of the reference's parameters": (most["bytes"] - weighed[case]["bytes"]) / most["parameters"],
         }
         for case in CASES
     ]
-    report("parts", rows, seconds=found, memory=weighed)
+    report("parts", [*steps, *memory], seconds=times, memory=weighed)
 
 
 if __name__ == "__main__":
