@@ -242,6 +242,10 @@ def check_length(folder: Path, max_length: int, trust_remote_code: bool = False)
         )
 
 
+_ON_CPU = {"enforce_eager": True, "kv_cache_memory_bytes": _CPU_CACHE_BYTES, "enable_chunked_prefill": False}
+"""A prompt read in two parts makes vLLM step a seeded generator back, which generators on a CPU cannot do."""
+
+
 def _start(arguments: dict[str, Any], in_process: bool) -> tuple[Any, Any]:
     """The engine and its class of sampling parameters. Settings of vLLM that the user has made in the environment stay."""
     on_gpu = torch.cuda.is_available()
@@ -250,7 +254,7 @@ def _start(arguments: dict[str, Any], in_process: bool) -> tuple[Any, Any]:
         os.environ.setdefault(name, value)
     from vllm import LLM, SamplingParams
 
-    device = {"enable_sleep_mode": in_process} if on_gpu else {"enforce_eager": True, "kv_cache_memory_bytes": _CPU_CACHE_BYTES}
+    device = {"enable_sleep_mode": in_process} if on_gpu else _ON_CPU
     has_process_group = torch.distributed.is_initialized()
     set_num_threads = torch.set_num_threads
     llm = LLM(**arguments, **device)

@@ -85,6 +85,14 @@ def test_a_sample_depends_on_its_seed_and_on_nothing_around_it(vllm, requests, s
     assert len({tuple(ids) for group in first for ids in group}) > len(requests)
 
 
+def test_more_prompt_tokens_than_one_pass_takes(vllm, model, sampling):
+    """No prompt is read in parts: on a CPU vLLM cannot step a seeded generator back."""
+    rng = np.random.default_rng(0)
+    long = [Request(f"q{i}", tuple(rng.integers(5, 40, 100).tolist()), (derive_seed(4, f"q{i}", 0),)) for i in range(90)]
+    groups = vllm.generate(long, replace(sampling, max_tokens=2))
+    assert largest_gap(model, long, groups, 1.0, 1.0) < 1e-4
+
+
 def test_draws_follow_the_policy(vllm, model, requests, sampling):
     """2000 first tokens against the policy's probabilities: chi-squared of the tokens expected ten times or more."""
     request = replace(requests[0], seeds=tuple(range(2000)))
