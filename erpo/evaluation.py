@@ -100,10 +100,12 @@ class _Session:
                     f"{self.policy} has the content hash {found}, but its marker says {self.policy_hash}: the checkpoint was "
                     "changed; make it again (delete the marker and run the step that makes it)"
                 )
+            from erpo.vllm_engine import check_length
+
+            longest = self.longest_prompt + self.max_tokens
+            check_length(self.policy, longest, self.trust_remote_code)  # the sampler would go beyond it in silence
             if self.engine == "vllm":
-                self._generator = _open_vllm(
-                    self.policy, self.longest_prompt + self.max_tokens, self.tensor_parallel, self.trust_remote_code
-                )
+                self._generator = _open_vllm(self.policy, longest, self.tensor_parallel, self.trust_remote_code)
             else:
                 self._generator = _open_sampler(self.policy, self.batch_rows, self.trust_remote_code)
         return self._generator

@@ -202,6 +202,13 @@ def test_a_checkpoint_that_is_not_what_its_marker_says_is_refused(study):
     assert not (study.root / "m.json").exists()
 
 
+def test_more_tokens_than_the_policy_has_positions_are_refused(study):
+    limit = read_json(study.policy / "config.json")["max_position_embeddings"]
+    with pytest.raises(ValueError, match=f"holds {limit}; lower max_response_tokens"):
+        study.generate(max_response_tokens=limit)
+    assert not study.rows()
+
+
 def test_token_ids_may_stay_out_of_the_store(study):
     study.generate(keep_token_ids=False)
     assert {row["response_ids"] for row in study.rows()} == {None}
