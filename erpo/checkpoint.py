@@ -74,14 +74,18 @@ def read_json(path: Path) -> Any:
         raise ValueError(f"{path} is damaged ({error}); delete it and run the step that makes it again") from error
 
 
+_TEXTS = ("policy", "policy_hash", "cache", "cache_sha256")
+
+
 def read_marker(path: Path, *keys: str) -> dict[str, Any]:
     """Read a marker and insist on what the caller needs of it.
 
     Raises:
-        ValueError: missing, damaged, or without one of `keys`.
+        ValueError: missing, damaged, or without one of `keys`; names and hashes are texts.
     """
     facts = read_json(path)
-    missing = [key for key in keys if not isinstance(facts, dict) or key not in facts]
+    known = facts if isinstance(facts, dict) else {}
+    missing = [key for key in keys if key not in known or (key in _TEXTS and not isinstance(known[key], str))]
     if missing:
         raise ValueError(f"{path} is no marker of the kind needed here: it says nothing of {', '.join(missing)}")
     return facts

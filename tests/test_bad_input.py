@@ -135,9 +135,10 @@ def test_lists_that_srun_would_not_write_are_named():
         first_host("[1-2]")
 
 
-def test_files_of_another_kind_are_one_line(place, tmp_path, capsys):
+@pytest.mark.parametrize("content", ["{}", "[]", '{"policy": 3, "policy_hash": null, "cache": 3, "cache_sha256": null}'])
+def test_files_of_another_kind_are_one_line(place, tmp_path, capsys, content):
     marker, table, text = tmp_path / "empty.json", tmp_path / "table.parquet", tmp_path / "text.parquet"
-    marker.write_text("{}")
+    marker.write_text(content)
     pq.write_table(pa.table({"question": ["2 + 2"]}), table)
     text.write_text("query_id,problem\n")
     run = tmp_path / "run"
